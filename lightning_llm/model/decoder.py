@@ -59,6 +59,7 @@ class Block(nn.Module):
         self.recurrent = mixer.recurrent
         takes_kernels = isinstance(mixer, AttentionSpec) and mixer.takes_kernels
         self.attention_kind = AttentionKind(mixer.window_tokens(config), takes_kernels)
+        self.rope_width = mixer.rope_width(config)
         for name, part in block_parts(config, index).items():
             module: Any = part.build(config)
             check_declared(module, part.auxiliary_losses)
@@ -168,11 +169,10 @@ class Decoder(nn.Module):
         masks = {
             kind: mask_of(self.seen_keys(positions, document_ids, kind.window), kind.takes_kernels) for kind in kinds
         }
-        uses_rope = bool(kinds) and self.config.position == "rope"
-        rope = rope_tables(self.config, positions) if uses_rope else None  # 2 x [.., T, 1, K/2]
+        rope = self._rope_by_width(positions)
         x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)  # [B, T, D]
         for block in blocks:
-            seen = (None, document_ids) if block.recurrent else (rope, masks[block.attention_kind])
+            seen = (None, document_ids) if block.recurrent else (rope[block.rope_width], masks[block.attention_kind])
             x = self.auxiliary.attach(x, block(x, *seen), block)  # [B, T, D]
         return x if self.norm is None else self.project(self.norm(x), loss)  # [B, T, V] or []
 
@@ -214,14 +214,21 @@ class Decoder(nn.Module):
     def _step_in_block(self, tokens: Tensor, start: int, cache: DecoderCache) -> Tensor:
         rows, device = rows_of(start, start + tokens.shape[1]), tokens.device
         every = torch.arange(start - rows.start, start - rows.start + STEP_ROWS, device=device)  # [STEP_ROWS]
-        rope = rope_tables(self.config, every) if self.config.position == "rope" else None  # 2 x [STEP_ROWS, 1, K/2]
+        rope = self._rope_by_width(every)
         x = self.embed(in_block(tokens, start), every.clamp(max=self.config.max_sequence_length - 1))
         blocks: dict[str, Any] = dict(self.blocks)
         for name, block in blocks.items():
-            x = block.step(x, rope, cache.mixers[name], rows)  # [B, STEP_ROWS, D]
+            x = block.step(x, rope[block.rope_width], cache.mixers[name], rows)  # [B, STEP_ROWS, D]
         if self.norm is None:
             raise ValueError("a pipeline stage cannot decode step by step")
         return self.project(self.norm(x))[:, rows]  # [B, n, V]
+
+    def _rope_by_width(self, positions: Tensor) -> dict[int, tuple[Tensor, Tensor] | None]:
+        """Return the tables `[.., T, 1, K/2]` for each number K of elements that some block rotates; None for 0."""
+        blocks: list[Any] = list(self.layers.values())
+        rotates = self.config.position == "rope"
+        widths = dict.fromkeys(block.rope_width for block in blocks)
+        return {each: rope_tables(self.config, positions, each) if rotates and each else None for each in widths}
 
     def seen_keys(self, positions: Tensor, document_ids: Tensor | None, window: int | None) -> SeenKeys | None:
         """Return the keys each query sees: those of its document within the last `window` tokens.

@@ -17,9 +17,11 @@ SHARING_SEQUENCES = 4
 """Smallest number of sequences with equal positions for which expanding the tables over heads pays."""
 
 
-def inverse_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
-    """Return the K/2 angular frequencies in radians per position, fp32: `theta^(-2i/K)`, scaled by the config."""
-    size = config.attention_head_dim
+def inverse_frequencies(config: ModelConfig, device: torch.device, size: int) -> Tensor:
+    """Return the K/2 angular frequencies in radians per position, fp32: `theta^(-2i/K)`, scaled by the config.
+
+    `size`: the K elements of a head that are rotated.
+    """
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size  # [K/2]
     frequencies = 1.0 / config.rope_theta**exponents  # [K/2]
     if config.rope_scaling is None:
@@ -74,12 +76,30 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     """Return the factor of cosine and sine: YaRN's temperature of the softmax (its equation 22), else 1."""
     if scaling is None or scaling.name != "yarn":
         return 1.0
-    return scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0)
+    if scaling.mscale is not None:
+        return magnitude(scaling.factor, scaling.mscale) / magnitude(scaling.factor, scaling.mscale_all_dim or 0.0)
+    return scaling.attention_factor or magnitude(scaling.factor, 1.0)
 
 
-def rope_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of the angles at `positions` `[T]` or `[B, T]`: two fp32 `[..., T, 1, K/2]`."""
-    angles = positions.to(torch.float32)[..., None] * inverse_frequencies(config, positions.device)  # [..., T, K/2]
+def magnitude(factor: float, m: float) -> float:
+    """Return `0.1 m ln(factor) + 1`, or 1 where the context is not stretched (DeepSeek's `yarn_get_mscale`)."""
+    return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def score_factor(scaling: RopeScaling | None) -> float:
+    """Return the factor of the scores of latent attention: the square of the magnitude by `mscale_all_dim`, else 1."""
+    if scaling is None or scaling.mscale_all_dim is None:
+        return 1.0
+    return magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def rope_tables(config: ModelConfig, positions: Tensor, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of the angles at `positions` `[T]` or `[B, T]`: two fp32 `[..., T, 1, K/2]`.
+
+    `size`: the K elements of a head that are rotated; None: all of `attention_head_dim`.
+    """
+    frequencies = inverse_frequencies(config, positions.device, size or config.attention_head_dim)  # [K/2]
+    angles = positions.to(torch.float32)[..., None] * frequencies  # [..., T, K/2]
     cosine, sine = angles.cos()[..., None, :], angles.sin()[..., None, :]
     factor = attention_factor(config.rope_scaling)
     return (cosine, sine) if factor == 1.0 else (cosine * factor, sine * factor)

@@ -45,7 +45,8 @@ class LinearSpec(NamedTuple):
     """A linear: `outputs` x `inputs`. `role`: how a tensor-parallel group shares it, see `Decoder.roles`.
 
     `depth_scaled`: the schemes of `model.init` that draw its weight with a smaller std in deeper layers. `groups`: the
-    matrices stacked in the weight, one per expert; each token passes `per_token` of them.
+    matrices stacked in the weight, one per expert; each token passes `per_token` of them. `all_tokens`: it takes the
+    tokens of all context-parallel ranks, which gather its input.
     """
 
     name: str
@@ -56,6 +57,7 @@ class LinearSpec(NamedTuple):
     depth_scaled: tuple[str, ...] = ()
     groups: int = 1
     per_token: int = 1
+    all_tokens: bool = False
 
     @property
     def elements(self) -> int:
@@ -212,9 +214,13 @@ class Mixer(Part):
         """Return how many tokens up to itself a token sees; None: all before it."""
         return None
 
-    def context_elements(self, model: ModelConfig) -> int:
-        """Return the elements per token that context-parallel ranks gather."""
+    def context_elements(self, model: ModelConfig, width: int = 1) -> int:
+        """Return the elements per token that context-parallel ranks gather, each of `width` tensor-parallel ranks."""
         return 0
+
+    def rope_width(self, model: ModelConfig) -> int:
+        """Return the elements of a head that rotary positions turn."""
+        return 0 if self.recurrent else model.attention_head_dim
 
 
 class FeedForward(Part):

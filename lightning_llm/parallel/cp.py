@@ -60,9 +60,13 @@ class ContextParallel(AxisOnRanks):
         replaced: Any = stage
         replaced.seen_keys = partial(keys_of_all_ranks, ranks=self.group.size())
         made: dict[Kernel, ContextAttention] = {}
+        gather = partial(gather_tokens, group=GroupRef.from_group(self.group))
         for block in stage.layers.values():
             attention: Any = block.attention
-            attention.attend = made.setdefault(attention.kernel, ContextAttention(self.group, attention.kernel))
+            if hasattr(attention, "gather"):  # makes keys and values from gathered latents
+                attention.gather, attention.attend = gather, attention.kernel
+            else:
+                attention.attend = made.setdefault(attention.kernel, ContextAttention(self.group, attention.kernel))
 
     def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
         """Return the sum over these ranks for every gradient; none if FSDP2 shards over the ranks and sums itself."""

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.structure import linears_of
 from lightning_llm.parallel.cp import positions_of
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.divisibility import SHARD_AXES
@@ -25,14 +26,18 @@ def place_shards(model: Decoder, layout: Layout, sequence_length: int, device: t
     """
     if layout.degrees.tp == layout.degrees.cp == 1:
         return
-    roles, positions = model.roles(), None
-    if layout.degrees.cp > 1:
-        positions = positions_of(layout.coordinates.cp, layout.degrees.cp, sequence_length).to(device)
+    roles, own, every, cp = model.roles(), None, None, layout.degrees.cp
+    if cp > 1:
+        parts = [positions_of(rank, cp, sequence_length) for rank in range(cp)]
+        own, every = parts[layout.coordinates.cp].to(device), torch.cat(parts).to(device)
+    gathering = {name for name, linear in linears_of(model.config).items() if linear.all_tokens}
     for layer in quantised_layers(model):
         if layer.place != layer.name:  # one of several experts, which a rank holds whole
             continue
-        size = layer.out_features, layer.in_features
-        layer.plan = replace(layer.plan, shards=_shards(size, roles[layer.name], layout, positions, sequence_length))
+        size, gathers = (layer.out_features, layer.in_features), layer.name in gathering
+        positions = every if gathers else own
+        shards = _shards(size, roles[layer.name], layout, positions, sequence_length, gathers)
+        layer.plan = replace(layer.plan, shards=shards)
 
 
 def shared_parts(layout: Layout) -> list[dict[str, Shard]]:
@@ -44,9 +49,17 @@ def shared_parts(layout: Layout) -> list[dict[str, Shard]]:
 
 
 def _shards(
-    size: tuple[int, int], role: str, layout: Layout, positions: Tensor | None, sequence_length: int
+    size: tuple[int, int],
+    role: str,
+    layout: Layout,
+    positions: Tensor | None,
+    sequence_length: int,
+    gathers: bool = False,
 ) -> dict[str, Shard]:
-    """Return the shards of a linear with a weight of `size` [N, K]; this rank has the tokens at `positions`."""
+    """Return the shards of a linear with a weight of `size` [N, K]; this rank has the tokens at `positions`.
+
+    `gathers`: they are those of all context-parallel ranks, with this rank's part of the gradient.
+    """
     (outputs, inputs), ranks, here = size, layout.degrees.tp, layout.coordinates
     shards = {}
     for operand, width in (("x", inputs), ("w", inputs), ("dy", outputs)):
@@ -55,7 +68,7 @@ def _shards(
         row = here.tp * outputs // ranks if axis == 0 else 0
         tokens = None if operand == "w" else positions
         origin = Origin(row, column, width, tokens, sequence_length)
-        cut = {"tp": axis is not None, "cp": operand != "w"}
+        cut = {"tp": axis is not None, "cp": operand == "dy" or (operand == "x" and not gathers)}
         # Another rank counts a whole tensor, or the same part of one.
         counts = (cut["tp"] or here.tp == 0) and (cut["cp"] or here.cp == 0)
         group = layout.joint_group(*(name for name, is_cut in cut.items() if is_cut))

@@ -185,7 +185,7 @@ class _Duplicate(_TensorParallel):
 
     Each rank gets the partial gradient of its own columns, so the gradients are summed here, and casts of the backward
     pass see the whole gradient as on one rank. The gradient of the input is then whole on every rank, so only the
-    first rank contributes it to the sum of the part's `Region.enter`.
+    first rank contributes it to the sum of the part's `Region.enter`, and the others zeros.
     """
 
     weight: Tensor
@@ -193,8 +193,24 @@ class _Duplicate(_TensorParallel):
     multiply: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.region.group.rank == 0 else x.detach()
-        return copy_to_group(self.multiply(x, local(self.weight), local(self.bias)), self.region.group)
+        first = self.region.group.rank == 0
+        y = self.multiply(x if first else x.detach(), local(self.weight), local(self.bias))
+        y = copy_to_group(y, self.region.group)
+        return y if first else _WithZeroGradient.apply(y, x)
+
+
+class _WithZeroGradient(torch.autograd.Function):
+    """`y`; the backward pass also gives `x` a gradient of zeros, so that its collectives run on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor) -> Tensor:
+        ctx.like = x.shape, x.dtype, x.device
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.like
+        return gradient, torch.zeros(shape, dtype=dtype, device=device)
 
 
 class _Head(_Column):

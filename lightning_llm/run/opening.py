@@ -296,8 +296,9 @@ def attention_kernels(plan: Plan, device: torch.device) -> dict[str, str]:
         if not mixer.takes_kernels:
             found[layer] = "built-in operations"
             continue
+        heads = mixer.heads(model)
         shape = AttentionShape(
-            model.num_heads // degrees.width, model.num_kv_heads // degrees.width, model.attention_head_dim,
+            heads.queries // degrees.width, heads.keys // degrees.width, heads.width,
             config.data.sequence_length, is_masked(mixer, config, degrees.sequence, device.type == "cuda"),
             DTYPES[config.precision.compute_dtype], shared=degrees.sequence > 1, compiled=plan.compiled,
         )  # fmt: skip

@@ -32,6 +32,10 @@ KEYS["moe"] = [
     {"experts": 4, "per_token": 1, "z_loss": 0.0, "balance_loss": 0.0, "router": {"normalise": False}},
 ]
 KEYS["gla"] = [{"num_heads": 2, "expand_k": 1.0, "expand_v": 2.0, "gate_low_rank_dim": 8}]
+KEYS["mla"] = [
+    {"q_rank": None, "kv_rank": 24, "nope_dim": 16, "rope_dim": 8, "value_dim": 24, "window": 8},
+    {"q_rank": 24, "kv_rank": 20, "nope_dim": 12, "rope_dim": 8, "value_dim": 10, "interleaved": False},
+]
 """Settings other than a kind's defaults that are tested with a block."""
 
 
@@ -105,7 +109,7 @@ def block_and_inputs(config: ModelConfig, length: int, dtype: torch.dtype = torc
     x = torch.randn(2, length, config.hidden_size, dtype=dtype, requires_grad=True)
     if mixer_of(config, 0).recurrent:
         return model.layers["0"], (x, None, None)
-    rope = rope_tables(config, torch.arange(length))
+    rope = rope_tables(config, torch.arange(length), mixer_of(config, 0).rope_width(config))
     seen = model.seen_keys(torch.arange(length), None, mixer_of(config, 0).window_tokens(config))
     mask = None if seen is None else seen.dense()
     return model.layers["0"], (x, rope, mask)
@@ -123,6 +127,7 @@ def test_flops_are_those_that_torch_counts(changes, monkeypatch):
     A recurrent mixer's are those of its steps, token by token.
     """
     monkeypatch.setattr(attention, "is_faster_here", lambda q: False)  # an operator that the counter does not know
+    monkeypatch.setattr(attention, "filled_up", lambda values, width: values)  # as zeros, which are no model's FLOPs
     config = llama(**changes)
     mixer = mixer_of(config, 0)
     window = mixer.window_tokens(config)

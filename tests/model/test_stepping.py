@@ -9,19 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_llm.config.schema.model import MIXERS, ModelConfig
-from lightning_llm.model.attention.attention import Attention
+from lightning_llm.model.attention.attention import SoftmaxAttention
 from lightning_llm.model.attention.cache import KeyValueCache
 from tests.model.model_shapes import LLAMA3_SCALING, build, gemma2, gpt2, llama, qwen3, tokens_of
 
 LENGTH = 90  # beyond a block of 64 keys, and no multiple of 16
 SHORT = {"num_layers": 2, "max_sequence_length": 96}
 WINDOWED = {"mixer": {"kind": "attention", "window": 20}}
+LATENT = {"kind": "mla", "q_rank": 24, "kv_rank": 20, "nope_dim": 12, "rope_dim": 8, "value_dim": 10}
 MODELS = {
     "attention": llama(**SHORT, rope_scaling=LLAMA3_SCALING),
     "qk_norm_attention": qwen3(**SHORT),
     "soft_capped_attention": gemma2(**SHORT),
     "multi_query": llama(**SHORT, num_kv_heads=1, head_dim=24),
     "gpt2": gpt2(**SHORT),
+    "mla": llama(**SHORT, blocks={"mla": {"mixer": LATENT}}, layers=["mla"]),
     "window": llama(**SHORT, blocks={"local": WINDOWED}, layers=["local", "attention"]),
 }
 MODELS |= {kind: llama(**SHORT, layers=[kind]) for kind in MIXERS if kind not in MODELS}
@@ -63,7 +65,7 @@ def test_bits_do_not_depend_on_how_many_tokens_come_at_once(name, data):
 def test_token_by_token_is_the_whole_forward_pass(name):
     config, tokens = MODELS[name], tokens_of(MODELS[name], length=LENGTH)
     logits, whole = stepped(config, tokens, [1] * LENGTH), forward(config, tokens)
-    attention = isinstance(build(config).layers["0"].attention, Attention)
+    attention = isinstance(build(config).layers["0"].attention, SoftmaxAttention)
     if attention and torch.backends.cpu.get_cpu_capability() == "AVX512":
         assert torch.equal(logits, whole)  # one kernel multiplies all M >= 16 rows
     assert far(logits, whole, config.vocab_size) <= ROUNDING

@@ -126,4 +126,4 @@ def test_yarns_ramp_is_transformers_wherever_it_ends(theta, length, fast, slow, 
     entries = {"rope_type": "yarn", "original_max_position_embeddings": length, "rope_theta": theta, **scaling}
     theirs = AutoConfig.for_model("llama", head_dim=32, max_position_embeddings=4 * length, rope_parameters=entries)
     expected, _ = ROPE_INIT_FUNCTIONS["yarn"](theirs)
-    torch.testing.assert_close(inverse_frequencies(ours, torch.device("cpu")), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inverse_frequencies(ours, torch.device("cpu"), 32), expected, rtol=1e-6, atol=0)

@@ -20,6 +20,7 @@ from lightning_llm.config.schema.optim import ParameterShard
 from lightning_llm.dry_run.counting import SentBytes
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.rope import rope_tables
+from lightning_llm.model.structure import mixer_of
 from lightning_llm.optim.optimizer import role_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.parallel.apply import expensive_ops
@@ -180,6 +181,10 @@ def test_bytes_sent_and_held_are_those_of_the_plan(layout, reduction, precision,
 
 
 QK_NORM = ["model.layers=[gla, qk_norm_attention]"]
+LATENT = [
+    "model.blocks={mla: {mixer: {kind: mla, q_rank: 32, kv_rank: 48, nope_dim: 8, rope_dim: 16, value_dim: 12}}}",
+    "model.layers=[mla]",
+]
 CUT = [
     ("tp", 2, "bf16", ["model.layers=[gla, attention]"]),
     pytest.param(
@@ -193,6 +198,7 @@ CUT = [
     ("fsdp_cp_tp", 4, "fp32", ["model.tie_embeddings=true", "parallel.activation_checkpoint=full"]),
     pytest.param("fsdp_cp", 4, "bf16", [], marks=pytest.mark.full),
     ("cp", 2, "bf16", ["parallel.activation_checkpoint=full"]),
+    pytest.param("fsdp_cp_tp", 4, "bf16", LATENT, marks=pytest.mark.full),
 ]
 
 
@@ -281,15 +287,16 @@ class Kept(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "qwen3_tiny", "gemma2_tiny", "gla_tiny"])
+@pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "qwen3_tiny", "gemma2_tiny", "gla_tiny", "mla"])
 def test_selective_checkpointing_keeps_what_is_planned(model):
     words = ["model.num_layers=1", "precision=bf16", "model.max_sequence_length=1024", "data.sequence_length=1024"]
-    config = compose_config([f"model={model}", *words])
+    config = compose_config(["model=llama_tiny", *LATENT, *words] if model == "mla" else [f"model={model}", *words])
     batch, length = 1, 1024  # beyond what short_attention takes
     decoder = Decoder(config.model, torch.bfloat16)
     x = torch.randn(batch, length, config.model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     rotary = config.model.position == "rope" and model != "gla_tiny"
-    rope = rope_tables(config.model, torch.arange(length)) if rotary else None
+    width = mixer_of(config.model, 0).rope_width(config.model)
+    rope = rope_tables(config.model, torch.arange(length), width) if rotary else None
     block = decoder.blocks["layers.0"]
     with Kept(block) as kept:
         block(x, rope, None)

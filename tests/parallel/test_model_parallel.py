@@ -69,6 +69,9 @@ SHAPES = {
 }
 
 
+PLACED_MXFP8 = ["precision=mxfp8", "precision.casts=eager", "precision.compute_dtype=fp32"]
+
+
 @dataclass(frozen=True)
 class Case:
     layout: str
@@ -181,6 +184,36 @@ def test_a_layout_trains_as_one_rank_does(case: Case, run, alone):
         nudged = [off(run(1, "parallel=single", *case.shape(), nudged=seed), reference) for seed in NUDGES]
         limits = limits.widened(SENSITIVITY, nudged)
     assert exceeded(found, limits) == []
+
+
+LATENT = [
+    "model.blocks={mla: {mixer: {kind: mla, q_rank: 64, kv_rank: 96, nope_dim: 32, rope_dim: 32, value_dim: 32}}}",
+    "model.layers=[mla]",
+]
+LATENT_CASES = [
+    ("tp", 2, ["parallel.sequence_parallel=false"], []),
+    ("cp", 2, [], []),
+    *(
+        pytest.param(layout, world, how, more, marks=pytest.mark.full)
+        for layout, world, how, more in [
+            ("tp", 2, [], ["model.blocks.mla.mixer.q_rank=null"]),
+            ("tp", 2, ["parallel.activation_checkpoint=selective"], []),
+            ("cp", 2, ["parallel.activation_checkpoint=full"], ["data.document_mask=true"]),
+            ("fsdp_cp_tp", 4, [], []),
+            ("pp_tp", 4, [], []),
+            ("tp", 2, [], [*PLACED_MXFP8, "data.sequence_length=128"]),
+            ("cp", 2, [], [*PLACED_MXFP8, "data.sequence_length=128"]),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "world", "how", "more"), LATENT_CASES)
+def test_latent_attention_trains_as_one_rank_does(layout, world, how, more, run, alone):
+    """Every tensor-parallel rank has the latents whole; of shared sequences ranks gather latents, not keys."""
+    ours = run(world, f"parallel={layout}", f"trainer.devices={world}", *LATENT, *how, *more)
+    limits = limits_of("mxfp8") if more[:3] == PLACED_MXFP8 else FP32
+    assert exceeded(off(ours, alone([*LATENT, *more])), limits) == []
 
 
 PRODUCTS = [

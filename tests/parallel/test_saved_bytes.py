@@ -131,12 +131,17 @@ SHAPE = [
 ]
 DOCUMENTS, FULL = "data.document_mask=true", "parallel.activation_checkpoint=full"
 SELECTIVE = "parallel.activation_checkpoint=selective"
+LATENT = [
+    "model.blocks={mla: {mixer: {kind: mla, q_rank: 32, kv_rank: 48, nope_dim: 8, rope_dim: 16, value_dim: 12}}}",
+    "model.layers=[mla]",
+]
 CASES = [
     ("llama_tiny", "single", 1, "bf16", ["parallel.activation_checkpoint_layers=[none,full,full,none]"]),
     ("qwen3_tiny", "single", 1, "bf16", [SELECTIVE]),
     ("gemma2_tiny", "single", 1, "bf16", []),
     ("gla_tiny", "single", 1, "bf16", [DOCUMENTS]),
     ("llama_tiny", "tp", 2, "bf16", []),
+    pytest.param("llama_tiny", "cp", 2, "bf16", LATENT, marks=pytest.mark.full),
     ("llama_tiny", "zero3", 2, "bf16", []),
     ("llama_tiny", "pp_interleaved", 2, "bf16", []),
 ]

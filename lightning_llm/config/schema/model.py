@@ -11,7 +11,10 @@ from lightning_llm.config.schema.base import Group, PositiveFloat, PositiveInt
 DEFAULT_LAYERS = ("attention",)
 
 MIXERS: Registry[Group] = Registry(
-    "mixer", "lightning_llm.model.attention.kinds", "lightning_llm.model.recurrent.kinds"
+    "mixer",
+    "lightning_llm.model.attention.kinds",
+    "lightning_llm.model.attention.latent_kind",
+    "lightning_llm.model.recurrent.kinds",
 )
 FEED_FORWARDS: Registry[Group] = Registry(
     "feed-forward network", "lightning_llm.model.kinds", "lightning_llm.model.experts.kinds"
@@ -55,6 +58,17 @@ class RopeScaling(Group):
     attention_factor: PositiveFloat | None = Field(
         None, description="yarn: factor of cosine and sine; null: 0.1 ln(factor) + 1"
     )
+    mscale: PositiveFloat | None = Field(
+        None,
+        description="yarn, with mscale_all_dim: cosine and sine are multiplied by the ratio of 0.1 m ln(factor) + 1 of "
+        "both (DeepSeek-V2, arXiv 2405.04434)",
+        exclude_if=lambda value: value is None,  # models from before the key keep their hash
+    )
+    mscale_all_dim: PositiveFloat | None = Field(
+        None,
+        description="yarn: m by which mixers of kind mla multiply their scores: (0.1 m ln(factor) + 1)^2; null: 1",
+        exclude_if=lambda value: value is None,
+    )
     truncate: bool | None = Field(None, description="yarn: round the ends of the ramp to integers; null: true")
 
     @property
@@ -66,7 +80,15 @@ class RopeScaling(Group):
     def _has_its_keys(self) -> Self:
         own = {
             "llama3": ("low_frequency_factor", "high_frequency_factor", "original_sequence_length"),
-            "yarn": ("original_sequence_length", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+            "yarn": (
+                "original_sequence_length",
+                "beta_fast",
+                "beta_slow",
+                "attention_factor",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+            ),
         }.get(self.name, ())
         needed = own if self.name == "llama3" else own[:1]
         if missing := [key for key in needed if getattr(self, key) is None]:
@@ -74,6 +96,8 @@ class RopeScaling(Group):
         given = {key for key, value in self if value is not None} - {"kind", "factor", *own}
         if given:
             raise ValueError(f"kind={self.name} takes no {', '.join(sorted(given))}")
+        if self.mscale is not None and (self.mscale_all_dim is None or self.attention_factor is not None):
+            raise ValueError("mscale needs mscale_all_dim, and no attention_factor: together they give that factor")
         return self
 
 

@@ -24,21 +24,31 @@ from lightning_llm.model.stepping import blocks_of, in_block, rows_of
 from lightning_llm.model.structure import norm_of
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-"""Of q `[B, T, H, K]`, k and v `[B, S, G, K]` and a `Mask` that the kernel takes: `[B, T, H, K]`."""
+"""Of q `[B, T, H, K]`, k `[B, S, G, K]`, v `[B, S, G, V]` and a `Mask` that the kernel takes: `[B, T, H, V]`.
+
+V <= K; both are `head_dim` but for latent attention.
+"""
 
 
 def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Return `softmax(q k^T / sqrt(K)) v` `[B, T, H, K]` for `q` `[B, T, H, K]` and `k`, `v` `[B, T, G, K]`."""
+    """Return `softmax(q k^T / sqrt(K)) v` `[B, T, H, V]` for `q` `[B, T, H, K]`, `k` and `v` `[B, T, G, K or V]`."""
     if isinstance(mask, BlockMask) or not takes_short_kernel(is_faster_here(q)):
         return torch_attention(q, k, v, mask)
     return short_attention(q, k, v, mask)
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Return `dot_product_attention` by torch's kernels: `q` `[B, T, H, K]`, and `k`, `v` `[B, S, G, K]` for any S.
+    """Return `dot_product_attention` by torch's kernels: `q` `[B, T, H, K]`, and `k`, `v` `[B, S, G, K or V]`, any S.
 
-    Where `mask` is None, S = T.
+    Where `mask` is None, S = T. Values narrower than keys are filled up with zeros: torch's fast kernels take one
+    width, and otherwise it falls back to the one that keeps all scores.
     """
+    if (width := v.shape[-1]) < k.shape[-1]:
+        return _by_torch(q, k, filled_up(v, k.shape[-1]), mask)[..., :width]
+    return _by_torch(q, k, v, mask)
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     if isinstance(mask, BlockMask):
         return _flex_attention(q, k, v, mask)
     if mask is not None and q.is_cuda:
@@ -52,6 +62,11 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         enable_gqa=q.shape[2] != k.shape[2],
     )  # [B, H, T, K]
     return mixed.transpose(1, 2)  # [B, T, H, K]
+
+
+def filled_up(values: Tensor, width: int) -> Tensor:
+    """Return `[B, S, G, width]`: `values` `[B, S, G, V]`, and zeros."""
+    return F.pad(values, (0, width - values.shape[-1]))
 
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
@@ -88,46 +103,40 @@ KERNEL_OPS = (
 """Operators that `dot_product_attention` may run as."""
 
 
-class Attention(nn.Module):
-    """`o_proj(softmax(q k^T / sqrt(K)) v)`, causal. Head counts are read off the tensors, so a shard of heads works."""
+class SoftmaxAttention(nn.Module):
+    """Base class of causal `o_proj(softmax(q k^T / sqrt(K)) v)`.
+
+    A subclass makes queries, and per token two tensors that the cache keeps (`project`), keys and values from these
+    (`expand`), and `o_proj`. Head counts are read off the tensors, so a shard of heads works.
+    """
 
     kernel_ops = KERNEL_OPS
-    """Operators with outputs that selective checkpointing keeps, see `parallel.activation`."""
+    """Operators with outputs that selective checkpointing keeps, see `parallel.blocks`."""
     steps_in_blocks = True
+    o_proj: Linear
 
-    def __init__(self, spec: kinds.AttentionSpec, config: ModelConfig):
+    def __init__(self, window: int | None):
         super().__init__()
-        self.head_dim, self.window = config.attention_head_dim, spec.window
+        self.window = window
         self.attend: Kernel = dot_product_attention  # parallel.cp replaces it:
         self.kernel: Kernel = torch_attention  # gathers keys, then calls `kernel` (any number of keys)
         self.block_kernel: Kernel = block_attention  # and for a block of queries behind a cache of keys
-        query_size, key_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
-        self.q_proj = Linear(config.hidden_size, query_size, bias=config.bias)
-        self.k_proj = Linear(config.hidden_size, key_size, bias=config.bias)
-        self.v_proj = Linear(config.hidden_size, key_size, bias=config.bias)
-        self.o_proj = Linear(query_size, config.hidden_size, bias=config.bias)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries `[B, T, H, K]`, and the two tensors `[B, T, G, ..]` of `x` `[B, T, D]` for `expand`."""
+        raise NotImplementedError
+
+    def expand(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys `[B, S, G, K]` and values `[B, S, G, V]` from what `project` made for S tokens."""
+        return k, v
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Mask) -> Tensor:
         """Return `[B, T, D]` for `x` `[B, T, D]`; `rope` are the tables of `rope_tables`."""
-        q, k, v = self.project(x, rope)  # [B, T, H, K], 2 x [B, T, G, K]
-        return self.o_proj(self.attend(q, k, v, mask).flatten(2))  # [B, T, D]
-
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `[B, T, H, K]`, keys and values `[B, T, G, K]` of `x` `[B, T, D]`."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, K]
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, K]
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, K]
-        q, k = self.prepare(q, k)  # [B, T, H, K], [B, T, G, K]
-        if rope is not None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)  # [B, T, H, K], [B, T, G, K]
-        return q, k, v
-
-    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries `[B, T, H, K]` and keys `[B, T, G, K]` as other kinds change them, before positions do."""
-        return q, k
+        q, *context = self.project(x, rope)  # [B, T, H, K], 2 x [B, T, G, ..]
+        return self.o_proj(self.attend(q, *self.expand(*context), mask).flatten(2))  # [B, T, D]
 
     def new_cache(self, batch_size: int, length: int) -> KeyValueCache:
-        """Return room for the keys and values of `batch_size` sequences of at most `length` tokens."""
+        """Return room for the context of `batch_size` sequences of at most `length` tokens."""
         return KeyValueCache(batch_size, length, self.window)
 
     def step(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KeyValueCache) -> Tensor:
@@ -147,14 +156,42 @@ class Attention(nn.Module):
         rows = rows_of(start, start + x.shape[1])
         if rope is not None:
             rope = in_block(rope[0], start, -3), in_block(rope[1], start, -3)  # 2 x [.., STEP_ROWS, 1, K/2]
-        q, k, v = self.project(in_block(x, start), rope)  # [B, STEP_ROWS, H, K], 2 x [B, STEP_ROWS, G, K]
+        q, k, v = self.project(in_block(x, start), rope)  # [B, STEP_ROWS, H, K], 2 x [B, STEP_ROWS, G, ..]
         cache.append(k[:, rows], v[:, rows])
         first_row = start - start % q.shape[1]
         block = first_row - first_row % ROWS
-        keys, values, mask = cache.seen_from(block)  # 2 x [B, S, G, K], [1, 1, ROWS, S]
-        mixed = self.block_kernel(in_block(q, first_row, rows=ROWS), keys, values, mask)  # [B, ROWS, H, K]
-        own = mixed[:, rows_of(first_row, first_row + q.shape[1], ROWS)]  # [B, STEP_ROWS, H, K]
+        *context, mask = cache.seen_from(block)  # 2 x [B, S, G, ..], [1, 1, ROWS, S]
+        keys, values = self.expand(*context)  # [B, S, G, K], [B, S, G, V]
+        mixed = self.block_kernel(in_block(q, first_row, rows=ROWS), keys, values, mask)  # [B, ROWS, H, V]
+        own = mixed[:, rows_of(first_row, first_row + q.shape[1], ROWS)]  # [B, STEP_ROWS, H, V]
         return self.o_proj(own.flatten(2))[:, rows]  # [B, n, D]
+
+
+class Attention(SoftmaxAttention):
+    """Attention of Llama and GPT: queries, keys and values are each a linear of the input."""
+
+    def __init__(self, spec: kinds.AttentionSpec, config: ModelConfig):
+        super().__init__(spec.window)
+        self.head_dim = config.attention_head_dim
+        query_size, key_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        self.q_proj = Linear(config.hidden_size, query_size, bias=config.bias)
+        self.k_proj = Linear(config.hidden_size, key_size, bias=config.bias)
+        self.v_proj = Linear(config.hidden_size, key_size, bias=config.bias)
+        self.o_proj = Linear(query_size, config.hidden_size, bias=config.bias)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries `[B, T, H, K]`, keys and values `[B, T, G, K]` of `x` `[B, T, D]`."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, K]
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, K]
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, K]
+        q, k = self.prepare(q, k)  # [B, T, H, K], [B, T, G, K]
+        if rope is not None:
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)  # [B, T, H, K], [B, T, G, K]
+        return q, k, v
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries `[B, T, H, K]` and keys `[B, T, G, K]` as other kinds change them, before positions do."""
+        return q, k
 
 
 class QKNormAttention(Attention):

@@ -1,5 +1,7 @@
 """Key-value cache of attention, so that a step computes keys and values only for its new tokens.
 
+Latent attention keeps a latent and a rotated key for each token in their place (one head, two widths).
+
 Letters: B sequences, S tokens kept, G key/value heads, K elements per head.
 """
 
@@ -40,8 +42,8 @@ class KeyValueCache:
             made, asked = f"{self.batch_size} x {self.longest}", f"{k.shape[0]} x {self.length + count}"
             raise ValueError(f"the cache has room for {made} tokens, but {asked} were given")
         if self._slots is None:
-            size = (self.batch_size, self.capacity, *k.shape[2:])
-            self._slots = k.new_zeros(size), v.new_zeros(size)  # zeros: a hidden slot's value is multiplied by 0
+            sizes = [(self.batch_size, self.capacity, *new.shape[2:]) for new in (k, v)]
+            self._slots = k.new_zeros(sizes[0]), v.new_zeros(sizes[1])  # zeros: a hidden value is multiplied by 0
         self._move_to(max(0, self.block_end - self.capacity))
         start = self.length - self.first
         for slots, new in zip(self._slots, (k, v), strict=True):

@@ -6,7 +6,8 @@ the same exact attention by rows of queries: scores and probabilities of `ROWS` 
 backward pass as in FlashAttention (Dao et al. 2022, arXiv:2205.14135), so memory is linear in T. Scores, softmax and
 its derivative are in fp32; the products with v, q and k take probabilities rounded to the input's dtype.
 
-Letters: B sequences, T tokens, H query heads, G key/value heads, R = H / G queries per key, K elements per head.
+Letters: B sequences, T tokens, H query heads, G key/value heads, R = H / G queries per key, K elements of a head's
+keys, V of its values.
 """
 
 import math
@@ -28,7 +29,7 @@ def is_faster_here(q: Tensor) -> bool:
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return `softmax(q k^T / sqrt(K)) v` `[B, T, H, K]` for `q` `[B, T, H, K]` and `k`, `v` `[B, T, G, K]`.
+    """Return `softmax(q k^T / sqrt(K)) v` `[B, T, H, V]` for `q` `[B, T, H, K]` and `k`, `v` `[B, T, G, K or V]`.
 
     `mask` is bool `[B, 1, T, T]`, True where a query (row) sees a key: a part of the causal triangle in which each
     query sees at least itself. None is the whole triangle. A compiler sees one operator, not the loop.
@@ -37,7 +38,7 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
 
 
 def row_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return `short_attention` `[B, b, H, K]` of b queries `[B, b, H, K]` on t keys `[B, t, G, K]`, by the same sums.
+    """Return `short_attention` `[B, b, H, V]` of b queries `[B, b, H, K]` on t keys `[B, t, G, K]`, by the same sums.
 
     `mask` is bool and broadcasts to `[B, H, b, t]`; None is causal attention of the last b of t tokens. No gradients.
     """
@@ -45,26 +46,25 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tenso
     queries, scaled_t = _wide(_by_head(q, groups)).flatten(0, 1), _scaled_keys(_by_key(k))  # [BG, R, b, K], [BG, K, t]
     scores = queries.new_empty(len(queries) * queries.shape[1] * q.shape[1] * k.shape[1])
     p = _probabilities(queries, scaled_t, mask, scores)  # [BG, R b, t]
-    mixed = product(p.to(v.dtype), _by_key(v).flatten(0, 1))  # [BG, R b, K]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _by_head(out, groups).copy_(mixed.view(len(q), groups, -1, q.shape[1], q.shape[3]))
+    mixed = product(p.to(v.dtype), _by_key(v).flatten(0, 1))  # [BG, R b, V]
+    out = _mixed_like(q, v)
+    _by_head(out, groups).copy_(mixed.view(len(q), groups, -1, q.shape[1], v.shape[3]))
     return out
 
 
 @torch.library.custom_op("lightning_llm::short_attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [B, T, H, K]
-    groups = k.shape[2]
+    out, groups = _mixed_like(q, v), k.shape[2]  # [B, T, H, V]
     scores = q.new_empty(0, dtype=_wide_dtype(q))
     for part in _parts(q, groups):
         query, mixed = _by_head(q, groups)[part], _by_head(out, groups)[part]  # 2 x [c, g, R, T, K]
         queries, scaled_t = _wide(query).flatten(0, 1), _scaled_keys(_by_key(k)[part])  # [cg, R, T, K], [cg, K, T]
-        values = operand(_by_key(v)[part]).flatten(0, 1)  # [cg, T, K]
+        values = operand(_by_key(v)[part]).flatten(0, 1)  # [cg, T, V]
         scores = _room(scores, queries)
         for start, stop in _row_blocks(q):
             seen = _rows(mask, part[0], start, stop)
             p = _probabilities(queries[:, :, start:stop], scaled_t[:, :, :stop], seen, scores)  # [cg, R b, t]
-            block = torch.bmm(operand(p.to(v.dtype)), values[:, :stop])  # [cg, R b, K]
+            block = torch.bmm(operand(p.to(v.dtype)), values[:, :stop])  # [cg, R b, V]
             mixed[..., start:stop, :].copy_(block.view(mixed[..., start:stop, :].shape))
     return out
 
@@ -78,10 +78,10 @@ def _backward(
     scores = grads = q.new_empty(0, dtype=_wide_dtype(q))
     for part in _parts(q, groups):
         queries, grad = (_wide(_by_head(each, groups)[part]).flatten(0, 1) for each in (q, grad_output))
-        keys, values = (_wide(_by_key(each)[part]).flatten(0, 1) for each in (k, v))  # 2 x [cg, T, K]
-        scaled_t, values_t = (keys / math.sqrt(k.shape[-1])).transpose(1, 2), values.transpose(1, 2)  # 2 x [cg, K, T]
+        keys, values = (_wide(_by_key(each)[part]).flatten(0, 1) for each in (k, v))  # [cg, T, K or V]
+        scaled_t, values_t = (keys / math.sqrt(k.shape[-1])).transpose(1, 2), values.transpose(1, 2)  # [cg, .., T]
         q_operand, grad_operand, k_operand = (_multiplied(each, q) for each in (queries, grad, keys))
-        grad_q, grad_k, grad_v = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(keys)
+        grad_q, grad_k, grad_v = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
         scores, grads = _room(scores, queries), _room(grads, queries)
         for start, stop in _row_blocks(q):
             rows = slice(start, stop)
@@ -102,7 +102,7 @@ def _backward(
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    return q.new_empty(q.shape)
+    return _mixed_like(q, v)
 
 
 @_backward.register_fake
@@ -119,6 +119,11 @@ def _differentiate(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, No
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _mixed_like(q: Tensor, v: Tensor) -> Tensor:
+    """Return an uninitialized `[B, T, H, V]`: a result for queries `[B, T, H, K]` and values `[B, .., V]`."""
+    return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
 def _row_blocks(q: Tensor) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ Letters: D hidden_size, H query heads, G key/value heads, K elements per head, T
 """
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -25,6 +25,15 @@ from lightning_llm.model.structure import norm_of
 
 SHORT_KERNEL_TOKENS = 512
 """Longest sequences that `model.attention.cpu_kernel` takes, where its kernel is the faster one."""
+
+
+class Heads(NamedTuple):
+    """Heads of an attention kernel: of queries, of keys and values, and elements per head of keys and of values."""
+
+    queries: int
+    keys: int
+    width: int
+    value_width: int
 
 
 class AttentionSpec(Mixer):
@@ -100,9 +109,18 @@ class AttentionSpec(Mixer):
         """Return the bytes that torch's kernels keep: the mixed values, and one fp32 log-sum-exp per head."""
         return width * model.num_heads * model.attention_head_dim + 4 * model.num_heads
 
-    def context_elements(self, model: ModelConfig) -> int:
+    def context_elements(self, model: ModelConfig, width: int = 1) -> int:
         """Return the number of elements of keys and values."""
-        return 2 * model.num_kv_heads * model.attention_head_dim
+        return 2 * model.num_kv_heads * model.attention_head_dim // width
+
+    def heads(self, model: ModelConfig) -> Heads:
+        """Return the heads that the kernel sees."""
+        return Heads(model.num_heads, model.num_kv_heads, model.attention_head_dim, model.attention_head_dim)
+
+    def cached_elements(self, model: ModelConfig) -> int:
+        """Return the elements that generation keeps for each token seen."""
+        heads = self.heads(model)
+        return heads.keys * (heads.width + heads.value_width)
 
     def window_tokens(self, model: ModelConfig) -> int | None:
         return self.window

@@ -78,7 +78,7 @@ class ContextAxis(MeshAxis):
         per_element = DTYPE_BYTES[config.precision.compute_dtype] * step.tokens * (cp - 1)
 
         def gathered(index: int) -> int:
-            return per_element * (mixer_of(model, index).context_elements(model) // step.degrees.width)
+            return per_element * mixer_of(model, index).context_elements(model, step.degrees.width)
 
         forward = for_layers(model, [*step.layers, *step.recomputed], gathered)
         sent["all_gather", "cp"] += step.micro_batches * sum(forward)

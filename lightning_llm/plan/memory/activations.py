@@ -90,8 +90,8 @@ def stage_bytes(plan: Plan, part: StagePart, accounting: Accounting = OURS) -> i
     positions = config.data.sequence_length // degrees.sequence
     found = part.first * 8 * (tokens + (positions if model.position == "learned" else 0))
     mixers = [mixer_of(model, index) for index in part.layers]
-    if model.position == "rope" and not all(mixer.recurrent for mixer in mixers):
-        found += 4 * model.attention_head_dim * positions
+    if model.position == "rope":
+        found += 4 * sum({mixer.rope_width(model) for mixer in mixers}) * positions
     found += _shared_mask_bytes(plan, part, forward)
     if part.last:
         found += sum(_bytes_of(plan, each) for each in norm_of(model).saved_tensors(model, forward))

@@ -135,7 +135,8 @@ class Operations:
         outputs = spec.outputs.length // (tp if spec.role in ("column", "vocabulary") else 1)
         inputs = spec.inputs.length // (tp if spec.role == "row" else 1)
         made, groups = self.formats.of(name), spec.groups // (tp if spec.role == "expert" else 1)
-        rows = max(1, self.tokens * spec.per_token // spec.groups)  # of each group, if the load is balanced
+        tokens = self.tokens * (self.degrees.cp if spec.all_tokens else 1)
+        rows = max(1, tokens * spec.per_token // spec.groups)  # of each group, if the load is balanced
         seconds = {
             gemm: groups * self.gemm(*shape, made.gemms[gemm])
             for gemm, shape in {
@@ -197,7 +198,7 @@ class Operations:
                 each *= (1 if masked else 0.5) * length / window
             ratio = BACKWARD_OF_ATTENTION
         peak = self.device.required_peak(self.device.mixer_format(recipe.compute_dtype, recurrent=mixer.recurrent))
-        scores = each / (4 * model.attention_head_dim) if on_cpu and not mixer.recurrent else 0
+        scores = each / (2 * _widths(mixer, model)) if on_cpu and not mixer.recurrent else 0
         costs = []
         for times, moved in zip((1.0, ratio), SCORE_BYTES_ON_CPU, strict=True):
             seconds = self.tokens * each * times / peak + self.device.bytes_seconds(moved * scores * self.tokens)
@@ -264,10 +265,18 @@ def _collectives(operations: Operations, mixer: Mixer, index: int) -> Passes:
         given = width * operations.tokens * _duplicated_outputs(operations, index)
         found.backward += operations.collective("tensor_parallel", "all_reduce", "tp", 2 * given * (tp - 1) // tp)
     if degrees.cp > 1:
-        sent = width * operations.tokens * (degrees.cp - 1) * (mixer.context_elements(model) // degrees.tp)
+        sent = width * operations.tokens * (degrees.cp - 1) * mixer.context_elements(model, degrees.tp)
         gather = operations.collective("context_parallel", "all_gather", "cp", sent)
         found += Passes(gather, operations.collective("context_parallel", "reduce_scatter", "cp", sent), gather)
     return found
+
+
+def _widths(mixer: Mixer, model: ModelConfig) -> int:
+    """Return the elements per head of keys and values together."""
+    if isinstance(mixer, AttentionSpec):
+        heads = mixer.heads(model)
+        return heads.width + heads.value_width
+    return 2 * model.attention_head_dim
 
 
 def _linears_of_blocks(model: ModelConfig) -> list[list[str]]:
