@@ -18,9 +18,12 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
 from lightning_llm.config.weight_folders import TOKENIZER, UNNAMED
 from lightning_llm.data.report import planned_phases
+from lightning_llm.model.attention.kinds import AttentionSpec
+from lightning_llm.model.attention.latent_kind import LatentAttention
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.interop.families import architecture, without_counterpart
-from lightning_llm.model.structure import linear_names, parameter_shapes
+from lightning_llm.model.structure import linear_names, mixer_of, parameter_shapes
+from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.checkpoints import disk_facts, disk_notes, disk_row
 from lightning_llm.plan.describe import cost_facts, layout_facts, layout_rows, memory_rows, sent_rows, traffic_row
 from lightning_llm.plan.memory.accounting import OURS, Accounting
@@ -102,7 +105,8 @@ def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
     """Return the plan as plain data, the output of `plan --json`.
 
     - `model`, `parameters`, `layers`, `flops_per_token`, `teacher_flops_per_token`: the model, its pattern of layers,
-      and its cost; FLOPs of teachers are separate. With experts also `active_parameters`, those that a token passes.
+      and its cost; FLOPs of teachers are separate. With experts also `active_parameters`, those that a token passes;
+      with latent attention `cache_bytes_per_token`, those that generation keeps for a token in all blocks.
     - `layout`, `precision`, `data`, `phases`: the layout with its groups, micro-batches and stages; the six slots and
       who computes them; the data and its phases.
     - `step_tokens`, `accumulation`, `total_tokens`, `max_steps`: tokens of a step, micro-batches per rank, length.
@@ -127,6 +131,7 @@ def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
         "model": config.model.name,
         "parameters": count_parameters(config.model).total,
         **_active_parameters(config.model),
+        **_cache_bytes(config),
         "layers": list(config.model.layers or DEFAULT_LAYERS),
         "layout": layout,
         "precision": precision_facts(
@@ -172,6 +177,21 @@ def _active_parameters(model: ModelConfig) -> dict[str, int]:
     return {} if count.active == count.total else {"active_parameters": count.active}
 
 
+def _cache_bytes(config: Config) -> dict[str, int]:
+    """Return the bytes of keys, values and latents that generation keeps for a token, if a block has latents."""
+    mixers = [mixer_of(config.model, index) for index in range(config.model.num_layers)]
+    if not any(isinstance(mixer, LatentAttention) for mixer in mixers):
+        return {}
+    elements = sum(mixer.cached_elements(config.model) for mixer in mixers if isinstance(mixer, AttentionSpec))
+    return {"cache_bytes_per_token": elements * DTYPE_BYTES[config.precision.compute_dtype]}
+
+
+def _cache_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if "cache_bytes_per_token" not in facts:
+        return []
+    return [("  generation", f"keeps {facts['cache_bytes_per_token']:,} bytes per token and sequence, in all blocks")]
+
+
 def _active(facts: dict[str, Any]) -> str:
     return f", {facts['active_parameters']:,} of them active" if "active_parameters" in facts else ""
 
@@ -180,6 +200,7 @@ def render(facts: dict[str, Any]) -> str:
     """Return `plan_facts` as lines for a terminal."""
     rows = [
         ("model", f"{facts['model']}, {facts['parameters']:,} parameters{_active(facts)}{_pattern(facts['layers'])}"),
+        *_cache_rows(facts),
         *origin_rows(facts),
         *layout_rows(facts["layout"]),
         *precision_rows(facts["precision"]),

@@ -114,7 +114,7 @@ REFUSED = {
     "another class": (
         llama(),
         {"architectures": ["FalconForCausalLM"]},
-        "is FalconForCausalLM. Read here are GPT2LM",
+        "is FalconForCausalLM. Read here are DeepseekV3ForCausalLM, GPT2LM",
     ),
     "code of its own": (llama(), {"auto_map": {"AutoModel": "modeling.X"}}, "trust_remote_code"),
     "quantised": (llama(), {"quantization_config": {"bits": 4}}, "quantized"),

@@ -31,6 +31,7 @@ PUBLISHED = {
     "gemma2_9b": 9_241_705_984,
     "mixtral_8x7b": 46_702_792_704,
     "qwen3_30b_a3b": 30_532_122_624,
+    "deepseek_v3": 671_026_419_200,  # 671B in arXiv 2412.19437; of transformers' class with the bias of the choice
 }
 # Published rounded only: (millions, relative rounding of the source).
 ROUNDED = {
@@ -43,6 +44,7 @@ ROUNDED = {
     "llama_20m": (20, 0.1),  # our own; the name's word
     "llama_micro": (0.42, 0.01),
     "moe_tiny": (5.71, 0.01),  # 2.17 of them active
+    "moe_mla_tiny": (5.71, 0.01),  # as moe_tiny
     "ladder_240k": (0.24, 0.01),
     "ladder_690k": (0.69, 0.01),
     "ladder_1m": (1.1, 0.02),
@@ -80,6 +82,12 @@ def test_count_equals_the_published(name):
 def test_active_parameters_are_the_published_ones(name, billions):
     """Mixtral: arXiv 2401.04088 section 2.1; Qwen3: 3.3B in arXiv 2505.09388 table 2."""
     assert count_parameters(SIZES[name]).active / 1e9 == pytest.approx(billions, abs=0.05)
+
+
+def test_deepseek_v3_multiplies_37_billion_parameters_with_each_token():
+    """arXiv 2412.19437, section 4.2, rounded: without the input embedding, a look-up."""
+    count = count_parameters(SIZES["deepseek_v3"])
+    assert round((count.active - count.embedding) / 1e9) == 37
 
 
 @every_size

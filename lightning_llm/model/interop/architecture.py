@@ -48,6 +48,8 @@ class Architecture(ABC):
     """Their last parts of the names of parameters, where ours are others."""
     buffers: ClassVar[tuple[str, ...]] = (".rotary_emb.inv_freq",)
     """Ends of names of tensors in old files that are no weights."""
+    own_code: ClassVar[frozenset[str]] = frozenset()
+    """Values of `auto_map` that name the code which this class of transformers replaces; such code is not run."""
     sizes: ClassVar[tuple[str, ...]] = ()
     """Entries of config.json that must be whole numbers."""
     wanted: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -59,6 +61,10 @@ class Architecture(ABC):
     heads_divide: ClassVar[bool] = False
     """Whether transformers requires that the heads divide the width, even with `head_dim`."""
     rotary: ClassVar[bool] = True
+
+    def further_blocks(self, values: Mapping[str, Any]) -> int:
+        """Return how many blocks behind the decoder's the files have, which are left out when weights are read."""
+        return 0
 
     @abstractmethod
     def fits(self, config: ModelConfig) -> bool:

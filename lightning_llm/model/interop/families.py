@@ -10,13 +10,23 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.registry import load_installed
 from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
 from lightning_llm.model.interop.architecture import Architecture
+from lightning_llm.model.interop.deepseek import DeepseekV3
 from lightning_llm.model.interop.experts import Mixtral, Qwen3Moe
 from lightning_llm.model.interop.gemma2 import Gemma2
 from lightning_llm.model.interop.gpt2 import GPT2
 from lightning_llm.model.interop.llama import Llama, Mistral, Qwen3
 from lightning_llm.model.structure import linears_of, parameter_shapes
 
-BUILT_IN: tuple[Architecture, ...] = (Gemma2(), GPT2(), Llama(), Mistral(), Mixtral(), Qwen3(), Qwen3Moe())
+BUILT_IN: tuple[Architecture, ...] = (
+    DeepseekV3(),
+    Gemma2(),
+    GPT2(),
+    Llama(),
+    Mistral(),
+    Mixtral(),
+    Qwen3(),
+    Qwen3Moe(),
+)
 _FOUND: dict[str, Architecture] = {each.class_name: each for each in BUILT_IN}
 
 
@@ -61,7 +71,12 @@ def architecture_named(values: Mapping[str, Any]) -> Architecture:
         ConfigError: the architecture is unknown, needs the model's own code, or is quantized.
     """
     problems = []
-    if values.get("auto_map"):
+    known = {each.class_name: each for each in architectures()}
+    named = _named(values)
+    found = known.get(named[0]) if len(named) == 1 else None
+    replaced = frozenset() if found is None else found.own_code
+    code = values.get("auto_map")
+    if code and not (isinstance(code, Mapping) and {str(each) for each in code.values()} <= replaced):
         text = (
             "names the model's own code (trust_remote_code), but code in a folder of weights is never run. Use a model "
             "with a class in transformers."
@@ -70,11 +85,6 @@ def architecture_named(values: Mapping[str, Any]) -> Architecture:
     if values.get("quantization_config") is not None:
         text = "is set: the weights are quantized. Use the unquantized weights, in bf16, fp16 or fp32."
         problems.append(Problem("config.json quantization_config", text))
-    by_type = [each.class_name for each in architectures() if each.model_type == values.get("model_type") is not None]
-    named = values.get("architectures") or by_type or [f"model_type {values.get('model_type')}"]
-    named = [str(each) for each in named] if isinstance(named, list) else [str(named)]
-    known = {each.class_name: each for each in architectures()}
-    found = known.get(named[0]) if len(named) == 1 else None
     if found is None:
         text = (
             f"is {', '.join(named)}. Read here are {', '.join(known)}; another one needs an Architecture in "
@@ -84,6 +94,13 @@ def architecture_named(values: Mapping[str, Any]) -> Architecture:
     if problems or found is None:
         raise ConfigError(problems)
     return found
+
+
+def _named(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of classes in a `config.json`: its `architectures`, or those of its `model_type`."""
+    by_type = [each.class_name for each in architectures() if each.model_type == values.get("model_type") is not None]
+    named = values.get("architectures") or by_type or [f"model_type {values.get('model_type')}"]
+    return [str(each) for each in named] if isinstance(named, list) else [str(named)]
 
 
 def model_keys(values: Mapping[str, Any]) -> dict[str, Any]:

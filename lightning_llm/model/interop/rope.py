@@ -18,6 +18,8 @@ KEYS = {
         "beta_fast": "beta_fast",
         "beta_slow": "beta_slow",
         "attention_factor": "attention_factor",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
         "truncate": "truncate",
     },
     "llama3": {
@@ -53,8 +55,11 @@ def rope_entries(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's rope keys from a config.json in which `rope_problems` finds nothing."""
+def read_rope(values: Mapping[str, Any], scales_scores: bool = False) -> dict[str, Any]:
+    """Return the model's rope keys from a config.json in which `rope_problems` finds nothing.
+
+    `scales_scores`: its class also multiplies scores by `mscale_all_dim`; of others only the ratio counts.
+    """
     rope = _rope(values)
     theta = rope.get("rope_theta") or values.get("rope_theta") or THETA
     kind = _kind(rope)
@@ -63,9 +68,12 @@ def read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
     given = dict(rope)
     if kind in ("llama3", "yarn"):  # as transformers fills it in
         given.setdefault("original_max_position_embeddings", _original(values))
-    found = {ours: value for ours, theirs in KEYS[kind].items() if (value := given.get(theirs)) is not None}
+    keys = {ours: theirs for ours, theirs in KEYS[kind].items() if theirs not in MSCALES}
+    found = {ours: value for ours, theirs in keys.items() if (value := given.get(theirs)) is not None}
     typed = {k: value if k in WHOLE_NUMBERS or isinstance(value, bool) else float(value) for k, value in found.items()}
-    if kind == "yarn" and "attention_factor" not in typed:
+    if kind == "yarn" and scales_scores:
+        typed |= _both_mscales(given, "attention_factor" in typed)
+    elif kind == "yarn" and "attention_factor" not in typed:
         typed |= _mscale(given)
     # Llama 3.1's goes without a kind here, as in configs that were written before there were others.
     scaling = RopeScaling.model_validate(typed if kind == "llama3" else {"kind": kind, **typed})
@@ -111,7 +119,7 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(f"config.json rope_scaling.{theirs}", f"is missing: type {kind!r} requires it.")
         elif theirs == "truncate" and theirs in rope and not isinstance(value, bool):
             yield Problem("config.json rope_scaling.truncate", "must be true or false.", repr(value))
-        elif value is not None and theirs != "truncate" and (not _is_number(value) or value <= 0):
+        elif value is not None and theirs not in ("truncate", *MSCALES) and (not _is_number(value) or value <= 0):
             yield Problem(f"config.json rope_scaling.{theirs}", "must be a number above 0.", repr(value))
     for key in MSCALES if kind == "yarn" else ():
         if (value := rope.get(key)) is not None and not _is_number(value):
@@ -144,7 +152,7 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Problem]:
 def _meaning(values: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the meaning of one of the two entries, with the defaults of transformers."""
     kind = _kind(entry)
-    used = [*KEYS.get(kind, {}).values(), *(MSCALES if kind == "yarn" else ())]
+    used = KEYS.get(kind, {}).values()
     found = {key: entry[key] for key in used if entry.get(key) is not None}
     if "original_max_position_embeddings" in used:
         found.setdefault("original_max_position_embeddings", _original(values))
@@ -172,6 +180,13 @@ def _mscale(rope: Mapping[str, Any]) -> dict[str, float]:
     return {
         "attention_factor": (0.1 * one * log(factor) + 1) / (0.1 * all_dims * log(factor) + 1) if factor > 1 else 1.0
     }
+
+
+def _both_mscales(rope: Mapping[str, Any], has_factor: bool) -> dict[str, float]:
+    """Return DeepSeek's two scales as transformers uses them: 0 and null are none, `attention_factor` overrides one."""
+    one, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+    found = {"mscale_all_dim": float(all_dims)} if all_dims else {}
+    return found | ({"mscale": float(one)} if one and all_dims and not has_factor else {})
 
 
 def _is_number(value: Any) -> bool:

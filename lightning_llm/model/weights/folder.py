@@ -39,6 +39,7 @@ FORMAT = 1
 ADAPTER = "adapter_config.json"
 ROWS = 4096
 """Rows of two tensors that are compared at once."""
+MTP = "multi-token prediction (num_nextn_predict_layers)"
 TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Our names of dtypes, by torch's."""
 SHOWN_SHAPES = 6
@@ -178,12 +179,20 @@ def open_huggingface(path: Path, open_tensors: Callable[[Path], TensorFiles] = o
     if problems or config is None or family is None or files is None:
         raise ConfigError(problems)
     stored = _with_their_names(files, stored_as(config, family), family)
-    if problems := list(_differences(path, files, stored, partial(_is_left_out, family, config))):
+    behind = tuple(
+        f"{family.block_prefix.removeprefix(prefix)}.{config.num_layers + number}."
+        for number in range(family.further_blocks(values))
+        for prefix in ("", family.base_prefix)
+    )
+    left_out = partial(_is_left_out, family, config, behind)
+    if problems := list(_differences(path, files, stored, left_out)):
         raise ConfigError(problems)
     if config.tie_embeddings and (head := f"{family.ends['head']}.weight") in files.entries:
         _refuse_two_heads(path, files, stored["embedding.weight"].name, head)
     weights = FolderWeights(path, "a Hugging Face folder", config, family.class_name, files, stored)
     weights.notes = tuple(_dtype_notes(values, weights))
+    if skipped := sum(name.startswith(behind) for name in files.entries) if behind else 0:
+        weights.notes += (f"note   {path}: {skipped} tensors of {MTP} are left out: this decoder has none",)
     return weights
 
 
@@ -283,9 +292,11 @@ def _with_their_names(
     return bare if len(without) > len(as_is) else dict(stored)
 
 
-def _is_left_out(family: Architecture, config: ModelConfig, name: str) -> bool:
-    """Return whether a tensor of a file is no weight, or the head that is the embedding."""
-    return name.endswith(family.buffers) or (config.tie_embeddings and name == f"{family.ends['head']}.weight")
+def _is_left_out(family: Architecture, config: ModelConfig, behind: tuple[str, ...], name: str) -> bool:
+    """Return whether a tensor of a file is no weight, of a block `behind` the decoder's, or the tied head."""
+    if name.endswith(family.buffers) or (behind and name.startswith(behind)):
+        return True
+    return config.tie_embeddings and name == f"{family.ends['head']}.weight"
 
 
 def _differences(
