@@ -12,7 +12,7 @@ from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.report import plan_facts
 from lightning_llm.plan.time.describe import time_facts
 from lightning_llm.precision.linear.statistics import figures as health_figures
-from lightning_llm.probe.comparison import figures as probe_figures
+from lightning_llm.probe.figures import figures as probe_figures
 
 ITEM = re.compile(r"^- ((?:`[\w.]+`,\s+)*`[\w.]+`): (.*(?:\n  .*)*)", re.MULTILINE)
 

@@ -19,11 +19,11 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config, PrecisionConfig
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.model.flops import count_parameters
+from lightning_llm.probe.figures import channel_outliers
 from lightning_llm.probe.measure import measure
 from lightning_llm.probe.model import ProbedModel, TokenBatch, read_batches, with_recipe
-from lightning_llm.probe.outliers import channel_outliers, draw_outliers
 from lightning_llm.probe.passes import Pass
-from lightning_llm.probe.report import as_json, draw, ranking, render, write_recipes
+from lightning_llm.probe.report import as_json, draw, draw_outliers, ranking, render, write_recipes
 from lightning_llm.run.subject import Subject, delayed_state, device_of, find_subject, read_weights
 
 ALL = "all"

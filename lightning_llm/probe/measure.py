@@ -21,7 +21,7 @@ from lightning_llm.precision.linear.autograd import quantised_linear
 from lightning_llm.precision.linear.module import HIGH_CASTS
 from lightning_llm.precision.linear.plan import SLOT_NAMES, LinearPlan
 from lightning_llm.precision.recipe.lint import still_broken
-from lightning_llm.probe.comparison import Collector, Sums, compare, figures
+from lightning_llm.probe.figures import Collector, Sums, compare, figures
 from lightning_llm.probe.passes import Pass, Passes
 
 PRODUCTS = {"fprop": "Y", "dgrad": "dX", "wgrad": "dW"}

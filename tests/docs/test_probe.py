@@ -9,7 +9,7 @@ import pytest
 from lightning_llm.callbacks.quantisation_health import COLUMNS
 from lightning_llm.cli.command_line import _parse
 from lightning_llm.config.compose import compose_config
-from lightning_llm.probe.comparison import compare, figures
+from lightning_llm.probe.figures import compare, figures
 
 DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = DOCS / "howto" / "probe.md"

@@ -11,7 +11,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.precision.cast import quantize
-from lightning_llm.probe.comparison import figures
+from lightning_llm.probe.figures import figures
 from lightning_llm.probe.measure import (
     TARGET,
     all_but_slot,

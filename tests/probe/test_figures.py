@@ -9,7 +9,7 @@ import torch
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import quantize
 from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
-from lightning_llm.probe.comparison import compare, figures
+from lightning_llm.probe.figures import compare, figures
 
 
 def brute(reference, samples):

@@ -1,16 +1,18 @@
-"""Distance of a rounded gradient from the exact one: sums that add up over tensors and batches, and figures of them.
+"""Figures of a probe: errors of rounded gradients, and outlier channels of the operands of linear layers.
 
-With g the reference, g_k the gradient of key k of K (K = 1 for recipes without random numbers), e_k = g_k - g, and sums
-over elements.
+Letters: g is the reference, g_k the gradient of key k of K (K = 1 for recipes without random numbers), e_k = g_k - g.
+Sums are over elements.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_llm.probe.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -117,3 +119,45 @@ def figures(sums: Sums) -> dict[str, float]:
     product = math.sqrt(sum(pair**2 for pair in sums.pairs) / len(sums.pairs)) / reference
     floor = 2 * product * math.sqrt(2 / (keys * (keys - 1)))
     return {**made, "variance": spread, "bias": math.sqrt(max(0.0, squared)), "bias_floor": math.sqrt(floor)}
+
+
+@dataclass(frozen=True)
+class ChannelFigures:
+    """Differences between the channels of an operand: largest amax, and 99th percentile, over the median amax.
+
+    A channel is a feature: a column of X [M, K], of W [N, K] or of dY [M, N]. Its amax is the largest magnitude over
+    all rows. The median is that of the amaxes above 0. Under one scale per tensor the largest channel sets the scale,
+    so the median channel loses log2(max / median) powers of two of the format's range (as in Dettmers et al. 2022,
+    arXiv 2208.07339, section 3, of activations).
+    """
+
+    max_over_median: float
+    p99_over_median: float
+    channel: int
+    """Index of the channel with the largest amax."""
+    channels: int
+
+    @classmethod
+    def of(cls, operand: Tensor) -> "ChannelFigures | None":
+        """Return the figures of `operand` [rows, channels]; None if it is zero or not finite."""
+        amax = operand.detach().double().abs().amax(dim=0)
+        used = amax[amax > 0]
+        if not len(used) or not bool(torch.isfinite(amax).all()):
+            return None
+        median = used.median()
+        quantile = torch.quantile(used, 0.99)
+        return cls(float(amax.max() / median), float(quantile / median), int(amax.argmax()), len(amax))
+
+
+def channel_outliers(model: Passes) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return {layer: {"x", "w" or "dy": its `ChannelFigures` as a dict}} of the first batch's unquantized operands.
+
+    `model.high()` must have run. Operands that are zero or not finite are left out.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, layer in model.layers.items():
+        kept = model.tensors[name]
+        operands = {"x": kept.x, "w": layer.matrix, "dy": kept.dy}
+        measured = {key: ChannelFigures.of(each) for key, each in operands.items() if each is not None}
+        found[name] = {key: asdict(each) for key, each in measured.items() if each is not None}
+    return found
