@@ -295,7 +295,7 @@ def line_of(effect: Effect, gap: Gap, model: str = "") -> str:
 def more_tokens(gap: Array, law: Law, tokens: float) -> Array:
     """Return the share of further tokens that compensates `gap` (nats, [B]) at `tokens`: 0.041 for 4.1 % more.
 
-    Negative for a recipe that is better than the baseline; -1 if no number of tokens would match its loss.
+    Negative for a recipe that is better than the baseline; -1 if no number of baseline tokens would match its loss.
     """
     token_term = law.parts(1.0, tokens)[2][:, 0]
     return np.maximum(1 + gap / token_term, LEAST) ** (1 / law.beta) - 1
