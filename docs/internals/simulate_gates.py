@@ -12,7 +12,7 @@ import numpy as np
 from simulated import record
 
 from lightning_llm.compare.error_budget import Spending, spending_of, with_spending
-from lightning_llm.compare.looks import RecordedLook
+from lightning_llm.compare.recorded_looks import RecordedLook
 from lightning_llm.compare.requirement import Gate
 from lightning_llm.compare.statistics.intervals import simultaneous_intervals
 from lightning_llm.compare.terms import Terms

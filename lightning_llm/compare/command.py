@@ -15,7 +15,8 @@ from lightning_llm.compare.comparison import Comparison, IncompleteComparisonErr
 from lightning_llm.compare.error_budget import judged_at_look, refuse_with_declared_looks
 from lightning_llm.compare.format import as_json
 from lightning_llm.compare.judge import compare_runs, open_verdicts
-from lightning_llm.compare.looks import Design, declared_looks, look_at, looks_statement, record_look
+from lightning_llm.compare.looks import Design, declared_looks
+from lightning_llm.compare.recorded_looks import look_at, looks_statement, record_look
 from lightning_llm.compare.requirement import Gate
 from lightning_llm.compare.runs.find import RunSelection, find_runs
 from lightning_llm.compare.runs.read_runs import read_found

@@ -11,7 +11,8 @@ from lightning_llm.compare.best_value import Selection
 from lightning_llm.compare.error_budget import Spending
 from lightning_llm.compare.estimate import Floor
 from lightning_llm.compare.format import finite
-from lightning_llm.compare.looks import Design, RecordedLook
+from lightning_llm.compare.looks import Design
+from lightning_llm.compare.recorded_looks import RecordedLook
 from lightning_llm.compare.report.methods import Methods, methods_of
 from lightning_llm.compare.report.study import Study
 from lightning_llm.compare.requirement import Requirement, requirement_of

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.compare.looks import (
+from lightning_llm.compare.recorded_looks import (
     FEWEST_PAIRS,
     LOOKS_FILE,
     RecordedLook,
@@ -168,7 +168,8 @@ def with_spending(look: RecordedLook, spending: Spending) -> RecordedLook:
 def merged(series: Sequence[RecordedLook], beside: Sequence[RecordedLook], look: RecordedLook) -> list[RecordedLook]:
     """Return the looks of a named `series`, and the looks at its recipes that only the runs' folder has (`beside`)."""
     known = {each.identity for each in series}
-    lacking = [each for each in beside if each.identity not in known and _of_one_series(each, look)]
+    found = [each.recognized(series) for each in beside]
+    lacking = [each for each in found if each.identity not in known and _of_one_series(each, look)]
     return [*series, *(replace(each, spent=None, budget=None, planned_looks=None) for each in lacking)]
 
 
@@ -199,9 +200,10 @@ def judged_at_look(
         earlier = read_looks(file)
         if gate.series is not None and folder is not None:
             earlier = merged(earlier, read_looks(folder / LOOKS_FILE), look)
+        look = look.recognized(earlier)
         spending = spending_of(look, earlier, gate, round(1 - terms.confidence, 12), file)
         comparison = _at(spending, judge, comparison, terms)
-        look = with_spending(look_at(comparison.verdicts, comparison.terms), spending)
+        look = with_spending(look_at(comparison.verdicts, comparison.terms).recognized(earlier), spending)
         comparison.looks = appended(earlier, look)
         write_looks(file, comparison.looks)
         if gate.series is not None and folder is not None:

@@ -105,6 +105,8 @@ class RecordedLook(Part):
     spent: Number
     budget: Number
     planned_looks: int | None
+    losses: dict[str, dict[str, list[float]]] | None
+    measured_in: str | None
 
 
 class DerivedLevels(Part):

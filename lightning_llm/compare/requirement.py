@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
-from lightning_llm.compare.looks import FEWEST_PAIRS, LOOKS_FILE
+from lightning_llm.compare.recorded_looks import FEWEST_PAIRS, LOOKS_FILE
 from lightning_llm.config.workspace import default_outputs
 
 if TYPE_CHECKING:

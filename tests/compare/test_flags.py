@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.compare.looks import RecordedLook, record_look
+from lightning_llm.compare.recorded_looks import RecordedLook, record_look
 from tests.compare.run_folders import make_sweep, refusal, verdicts
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -11,7 +11,7 @@ import yaml
 
 from lightning_llm.compare.best_value import BestOf
 from lightning_llm.compare.judge import compare_runs
-from lightning_llm.compare.looks import look_at
+from lightning_llm.compare.recorded_looks import look_at
 from lightning_llm.compare.report.latex import (
     bibliography,
     cited,

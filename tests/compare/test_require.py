@@ -12,7 +12,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.error_budget import spending_of
 from lightning_llm.compare.judge import compare_runs
-from lightning_llm.compare.looks import RecordedLook, read_looks, write_looks
+from lightning_llm.compare.recorded_looks import RecordedLook, read_looks, write_looks
 from lightning_llm.compare.requirement import Gate, read_gate, requirement_of
 from lightning_llm.compare.terms import Terms
 from lightning_llm.tracking.reading import read_run

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from lightning_llm.compare.cost import time_ratio
-from lightning_llm.compare.looks import FALSE_LOSSLESS_BY_LOOKS
+from lightning_llm.compare.recorded_looks import FALSE_LOSSLESS_BY_LOOKS
 from lightning_llm.compare.runs.pairing import Pair
 from lightning_llm.compare.statistics.stability import (
     judge_stability,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import stdev
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean, gathered
@@ -13,7 +14,7 @@ from lightning_llm.compare.curves.columns import axis_of, find_loss
 from lightning_llm.compare.curves.common_axis import common_axis, in_common_unit
 from lightning_llm.compare.curves.copies import copy_problems, part_problems, scale_problems
 from lightning_llm.compare.curves.curve import LoggedCurve, curve_of
-from lightning_llm.compare.curves.named import NamedLog, mixed_seeds
+from lightning_llm.compare.curves.named import NamedLog, mixed_seeds, pattern_for
 from lightning_llm.compare.curves.readers import read_table
 from lightning_llm.compare.curves.table import LoggedTable
 from lightning_llm.compare.format import count, nats
@@ -139,7 +140,8 @@ def compare_curves(curves: Sequence[LoggedCurve], terms: Terms, baseline: str | 
     arms = list(dict.fromkeys(curve.log.arm for curve in curves))
     named = (baseline or "").removeprefix(f"{ARM}=")
     if len(arms) == 1:
-        text = f"all logs are of the arm {arms[0]}. Name arms as ARM/SEED=PATH, or by --pattern '{{arm}}-{{seed}}.csv'."
+        pattern = pattern_for(Path(curves[0].log.address))
+        text = f"all logs are of the arm {arms[0]}. Name arms as ARM/SEED=PATH, or by --pattern '{pattern}'."
         raise ConfigError(Problem("--from", text))
     if named not in arms:
         lead = "is not given" if baseline is None else f"'{named}' is the arm of no log"

@@ -16,6 +16,10 @@ URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|(?:mlflow|file):|databricks(?:[:#]|
 """Pattern of the beginning of a URI: a scheme of two letters or more, as in runs:/ID, or one of MLflow's."""
 FIELDS = {"arm": r"(?P<arm>[^/]+)", "seed": r"(?P<seed>\d+)"}
 PATTERN_EXAMPLE = "{arm}-{seed}.jsonl"
+ARM_AND_SEED = re.compile(
+    r"(?P<arm>.+?)(?P<between>[-_.=]?seed[-_.=]?|[-_.=])(?P<seed>\d+)(?P<rest>(?:\.[A-Za-z]\w*)*)"
+)
+"""A usual name of a log, such as "bf16-0.csv" or "mxfp8_seed1"."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,26 @@ class NamedLog:
     def label(self) -> str:
         """Arm and seed as text: "bf16/0", or "bf16" without a seed."""
         return self.arm if self.seed is None else f"{self.arm}/{self.seed}"
+
+
+def pattern_for(path: Path) -> str:
+    """Return a --pattern for logs with names such as the last parts of `path`, or else an example with its suffix."""
+    if found := ARM_AND_SEED.fullmatch(path.name):
+        return f"{{arm}}{found['between']}{{seed}}{found['rest']}"
+    stem, dot, suffix = path.name.partition(".")
+    return f"{{arm}}{'/' if stem.isdecimal() else '-'}{{seed}}{dot}{suffix}"
+
+
+def logs_within(folder: Path) -> str:
+    """Return the remedy for a folder that is no log itself: name what it contains, with a pattern."""
+    seen = sorted(each for each in folder.glob("*") if not each.name.startswith("."))
+    if not seen:
+        return "It is empty."
+    glob, first = "*", seen[0]
+    if first.is_dir() and not ARM_AND_SEED.fullmatch(first.name):  # a folder per arm
+        below = sorted(each for each in first.glob("*") if not each.name.startswith("."))
+        glob, first = ("*/*", below[0]) if below else (glob, first)
+    return f"If its entries are logs, name them: --from {folder.as_posix()}/{glob} --pattern '{pattern_for(first)}'."
 
 
 def is_uri(address: str) -> bool:
@@ -69,7 +93,8 @@ def _named(word: str, pattern: str | None, template: re.Pattern[str] | None) -> 
         return NamedLog(Path(word).expanduser().resolve().parent.name or "logs", None, word)
     matched = template.search(Path(word).as_posix())
     if matched is None:
-        text = f"does not match --pattern {pattern}. Name it ARM/SEED=PATH, or change the pattern."
+        hint = f", for example to '{pattern_for(Path(word))}'" if ARM_AND_SEED.fullmatch(Path(word).name) else ""
+        text = f"does not match --pattern {pattern}. Name it ARM/SEED=PATH, or change the pattern{hint}."
         raise ConfigError(Problem(word, text))
     seed = matched.groupdict().get("seed")
     return NamedLog(matched["arm"], None if seed is None else int(seed), word)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_llm.compare.format import short
-from lightning_llm.compare.looks import looks_statement
+from lightning_llm.compare.recorded_looks import looks_statement
 from lightning_llm.compare.report.references import (
     CITATION,
     KNOWN,

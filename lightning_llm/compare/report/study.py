@@ -9,7 +9,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lightning_llm.compare.best_value import Selection
-from lightning_llm.compare.looks import Design, RecordedLook
+from lightning_llm.compare.looks import Design
+from lightning_llm.compare.recorded_looks import RecordedLook
 from lightning_llm.compare.runs.factor import Factor
 from lightning_llm.compare.runs.pairing import ComparisonGroup
 from lightning_llm.compare.runs.usable import ended_some

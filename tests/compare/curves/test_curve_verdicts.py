@@ -15,6 +15,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.curves.as_runs import count_spikes
 from lightning_llm.compare.curves.readers import read_table
 from lightning_llm.compare.json_schema import compare_schema
+from lightning_llm.compare.recorded_looks import read_looks
 from lightning_llm.config.schema import SpikesConfig
 from lightning_llm.train.spikes.detector import SpikeState
 from tests.compare.curves.made_curves import changed, curves, write_csv
@@ -229,6 +230,28 @@ def test_the_same_logs_again_are_the_same_look_of_a_series(tmp_path, monkeypatch
         looks.append((comparison.spending.look, comparison.spending.spent, comparison.terms.confidence))
     assert not (tmp_path / "compare").exists()
     assert looks == [(1, 0.025, 0.975), (1, 0.025, 0.975), (2, 0.0125, 0.9875), (1, 0.025, 0.975)]
+
+
+def test_losses_from_other_files_are_the_same_look(tmp_path):
+    """Rounded to 32 bits or four decimals, under another name and with the arms in another order. Noise is not."""
+
+    def looked(change, name="loss"):
+        found = curves(seeds=range(3))
+        found["nvfp4"] = curves(0.001, seeds=range(3))["fp8"]
+        order = ["bf16", "fp8", "nvfp4"] if name == "loss" else ["nvfp4", "bf16", "fp8"]
+        found = {
+            arm: {seed: {"step": f["step"], name: change(f["loss"])} for seed, f in found[arm].items()} for arm in order
+        }
+        series = str(tmp_path / "ci.json")
+        return compare(curves=found, baseline="bf16", require="lossless", series=series, quiet=True).spending.look
+
+    assert looked(lambda losses: losses) == 1
+    assert looked(np.float32, "train/loss") == 1
+    assert looked(lambda losses: losses.round(4), "train_loss") == 1
+    noise = np.random.default_rng(0).normal(0, 0.003, 200)
+    assert looked(lambda losses: losses + noise) == 2
+    assert looked(lambda losses: (losses + noise).round(4), "train_loss") == 2
+    assert len(read_looks(tmp_path / "ci.json")) == 2
 
 
 @pytest.mark.parametrize(

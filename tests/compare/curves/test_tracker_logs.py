@@ -246,5 +246,22 @@ def test_runs_of_this_program_are_read_and_folders_of_several_refer_to_plain_com
         assert table.settings["seed"] == 4
         assert table.settings["sequence_length"] == 256
     assert f"lightning-llm compare {folder.parent}" in problem(folder.parent)
-    (tmp_path / "empty").mkdir()
-    assert "no known format" in problem(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ([], "It is empty"),
+        (["bf16-0.csv"], "--from {}/* --pattern '{{arm}}-{{seed}}.csv'"),
+        (["mxfp8_seed12/steps.txt"], "--from {}/* --pattern '{{arm}}_seed{{seed}}'"),
+        (["bf16/0/trainer_state.json"], "--from {}/*/* --pattern '{{arm}}/{{seed}}'"),
+        (["bf16/1.jsonl"], "--from {}/*/* --pattern '{{arm}}/{{seed}}.jsonl'"),
+    ],
+)
+def test_the_error_for_a_folder_of_logs_names_them_with_a_pattern(names, words, tmp_path: Path):
+    for name in names:
+        path = tmp_path / "logs" / name
+        path.parent.mkdir(parents=True)
+        path.write_text("")
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    assert words.format(tmp_path / "logs") in problem(tmp_path / "logs")

@@ -8,12 +8,13 @@ from torch import nn
 
 from lightning_llm import ConfigError, quantize
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.config.schema.precision import LossScalingConfig
 from lightning_llm.data.corpus import Batch
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import LossReduction, next_token_loss_sum
 from lightning_llm.plan.degrees import Degrees, micro_batches_of
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.quantisation import LossScaler, Quantisation
 from tests.precision.any_module.models import Model, batches, eager, loss_of
 from tests.train.test_step import OPTIM, SCHEDULE, LearningRate, made
 
@@ -25,39 +26,64 @@ SEED, STEPS = 7, 3
 OTHERS = ["fp8_delayed_micro_batch", "fp8_current", "fp8_subchannel", "mxfp4_sr_fp8", "quartet"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["nvfp4", "mxfp4_sr", "fp8_delayed", *(pytest.param(each, marks=pytest.mark.full) for each in ("mxfp8", *OTHERS))],
-)
-def test_a_plain_loop_has_the_bits_of_train(name):
-    recipe = eager(name)
+def assert_bits_of_train(recipe, scaling=None, overflow_at=None) -> None:
+    """Train one Llama with `TrainStep`, a copy of it in a plain loop; losses, weights and counts must be the same.
+
+    `overflow_at`: step whose gradients overflow, which the loss scaler and `torch.amp.GradScaler` skip.
+    """
     trained = Decoder(LLAMA, compute_dtype=torch.bfloat16)
     initialise(trained, SEED)
     plain = copy.deepcopy(trained)
     quantisation = Quantisation(recipe, SEED, STEPS)
     quantisation.swap(trained, LLAMA.num_layers, "cpu")
-    step = made(trained, clip_norm=None)
+    number = 0
+
+    def overflow(_):
+        if number == overflow_at:
+            next(trained.parameters()).grad[0, 0] = torch.inf
+
+    step = made(trained, clip_norm=None, scaler=LossScaler(scaling), on_gradients=[overflow])
     step.parallel.quantisation = quantisation
     optimizer = OPTIM.build(plain.named_parameters(), None)
     rate = LearningRate(optimizer, SCHEDULE, 6)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scaling.init_scale if scaling else 1.0, enabled=scaling is not None)
     report = quantize(plain, recipe, seed=SEED, optimizer=optimizer)
     assert report.quantized == list(quantisation.report.converted)
     generator = torch.Generator().manual_seed(1)
     for number in range(STEPS):
         tokens, labels = torch.randint(64, (2, 2, 2, 32), generator=generator)  # 2 micro-batches
+        updates = step.state.updates
         loss = step(Batch(tokens, labels, None))
-        rate.set(number)
+        rate.set(updates)
         optimizer.zero_grad()
         targets = torch.tensor(labels.numel())
         losses = []
         for each, label in zip(tokens, labels, strict=True):
             reduction = LossReduction(label, next_token_loss_sum, torch.ones(()) / targets)
             losses.append(plain(each, None, None, reduction) / targets)
-            losses[-1].backward()
-        optimizer.step()
+            scaler.scale(losses[-1]).backward()
+        if number == overflow_at:
+            next(plain.parameters()).grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
         assert torch.equal(loss, torch.stack(losses).detach().sum())
+        assert report.at == (step.state.completed_steps, 0)
     for ours, theirs in zip(plain.parameters(), trained.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+    assert step.state.skipped_steps == (overflow_at is not None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nvfp4", "fp8_delayed", *(pytest.param(each, marks=pytest.mark.full) for each in ("mxfp8", "mxfp4_sr", *OTHERS))],
+)
+def test_a_plain_loop_has_the_bits_of_train(name):
+    assert_bits_of_train(eager(name))
+
+
+@pytest.mark.parametrize("name", ["mxfp4_sr", pytest.param("fp8_delayed", marks=pytest.mark.full)])
+def test_a_step_that_gradscaler_skips_counts_as_in_train(name):
+    assert_bits_of_train(eager(name), LossScalingConfig(init_scale=1024.0, hysteresis=1), overflow_at=1)
 
 
 def gradients(
@@ -161,7 +187,7 @@ def test_micro_batches_are_counted_if_all_quantized_layers_are_frozen():
 
 
 @pytest.mark.parametrize("attached", [True, False])
-def test_a_step_that_gradscaler_skips_ends_as_in_train(attached):
+def test_a_step_that_gradscaler_skips_ends(attached):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     report = quantize(model, eager("mxfp4_sr"), optimizer=optimizer if attached else None)

@@ -4,6 +4,7 @@ import zlib
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.compare.curves.named import logs_within
 from lightning_llm.compare.curves.readers import csv_files, json_files, runs, tensorboard
 from lightning_llm.compare.curves.readers.megatron import Megatron
 from lightning_llm.compare.curves.readers.programs import LitGPT, MaxText, NanoChat, NanoGPT, TorchTitan
@@ -35,10 +36,7 @@ def read_table(address: str, format: str | None = None) -> LoggedTable:
         source = _open(address)
         reader = _named(format, known) if format is not None else _detected(source)
         if reader is None:
-            text = (
-                f"its content has no known format. Allowed: {known}. Name one with --format, or convert the log to CSV."
-            )
-            raise ConfigError(Problem(address, text))
+            raise ConfigError(Problem(address, _unknown(source, known)))
         reading = f"read as {reader.format}"
         return reader.read(source)
     except (EOFError, zlib.error) as error:
@@ -47,6 +45,13 @@ def read_table(address: str, format: str | None = None) -> LoggedTable:
     except (ValueError, OSError, OverflowError, RecursionError) as error:
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(Problem(address, f"cannot be {reading}: {why}")) from error
+
+
+def _unknown(source: LogSource, known: str) -> str:
+    if source.is_folder and source.path is not None:
+        text = "is a folder, but none of TensorBoard events, of the Trainer, of MLflow or of lightning-llm."
+        return f"{text} {logs_within(source.path)}"
+    return f"its content has no known format. Allowed: {known}. Name one with --format, or convert the log to CSV."
 
 
 def _named(format: str, known: str) -> Reader:

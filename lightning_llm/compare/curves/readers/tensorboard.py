@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.compare.curves.named import logs_within
 from lightning_llm.compare.curves.readers.attempts import Attempts, Rows, columns_by_step, merged
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
 from lightning_llm.config.config_hash import flatten
@@ -77,7 +78,7 @@ def read(source: LogSource) -> LoggedTable:
         folders = {source.path: folders[source.path]}
     elif len(folders) > 1 and not _continues(folders):
         names = ", ".join(sorted(str(each.relative_to(source.path)) for each in folders)[:8])
-        raise ValueError(f"it has {len(folders)} runs: {names}. Name the folder of one.")
+        raise ValueError(f"it has {len(folders)} runs: {names}. Name the folder of one. {logs_within(source.path)}")
     files = sorted((each for group in folders.values() for each in group), key=lambda each: each.first_time)
     rows, resumed = _rows(files)
     settings: dict[str, Any] = {}
