@@ -22,8 +22,8 @@ LOOKS_FILE = "looks.json"
 SAME_SHARE = 0.01
 """Largest difference between two logged losses that are one loss in two files, as a share of the margin.
 
-At a margin of 0.01 this is 1e-4: TensorBoard stores 32-bit floats, and many logs four decimals. Losses of other
-runs differ by their noise. Losses this close move an interval by at most 2 % of the margin, so the second look is hardly
+At a margin of 0.01 this is 1e-4: TensorBoard stores 32-bit floats, and many logs four decimals. Losses of other runs
+differ by their noise. Losses this close move an interval by at most 2 % of the margin, so the second look is hardly
 another chance of a false verdict.
 """
 FEWEST_PAIRS = 2
