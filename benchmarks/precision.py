@@ -14,7 +14,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.quantization import Quantization
 
 BASELINE = "bf16"
 HIDDEN_512 = Shape(hidden=512, layers=4, heads=8, ffn=1408, vocab=4096, length=256, batch=8)
@@ -39,10 +39,10 @@ def training_step(recipe: str, shape: Shape, micro_batches: int, keeps: bool | N
     run = config(f"precision={recipe}", shape=shape)
     with torch.device("meta"):
         model = Decoder(run.model, DTYPES[run.precision.compute_dtype])
-    quantisation = Quantisation(run.precision, seed=0, max_steps=1000)
-    quantisation.swap(model, run.model.num_layers, "cpu")
+    quantization = Quantization(run.precision, seed=0, max_steps=1000)
+    quantization.swap(model, run.model.num_layers, "cpu")
     if micro_batches > 1 if keeps is None else keeps:
-        quantisation.keep_weight_casts(model, dict.fromkeys(range(run.model.num_layers), True))
+        quantization.keep_weight_casts(model, dict.fromkeys(range(run.model.num_layers), True))
     model.to_empty(device="cpu")
     initialise(model, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -52,16 +52,16 @@ def training_step(recipe: str, shape: Shape, micro_batches: int, keeps: bool | N
     def train() -> None:
         nonlocal made
         optimizer.zero_grad(set_to_none=True)
-        quantisation.begin_step(model, made)
-        with quantisation.weights_held(model):
+        quantization.begin_step(model, made)
+        with quantization.weights_held(model):
             for index in range(micro_batches):
-                quantisation.begin_micro_batch(model, made, index)
+                quantization.begin_micro_batch(model, made, index)
                 loss = next_token_loss_sum(model(tokens[index]), labels[index]) / shape.tokens
                 loss.backward()
-                quantisation.end_micro_batch(model, lambda amax: amax)
+                quantization.end_micro_batch(model, lambda amax: amax)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        quantisation.end_step(model, lambda amax: amax)
+        quantization.end_step(model, lambda amax: amax)
         made += 1
 
     return train
@@ -69,7 +69,7 @@ def training_step(recipe: str, shape: Shape, micro_batches: int, keeps: bool | N
 
 def measure() -> Iterator[Row]:
     """Yield each recipe's step over bf16's."""
-    recipes = [name for name in option_files("precision") if compose_config([f"precision={name}"]).precision.quantises]
+    recipes = [name for name in option_files("precision") if compose_config([f"precision={name}"]).precision.quantizes]
     for column, (title, (shape, micro_batches)) in enumerate(STEPS.items()):
         contenders = {name: stepping(training_step(name, shape, micro_batches)) for name in (BASELINE, *recipes)}
         best = interleaved_minima(contenders, rounds=3, steps=1, warmup=1, clock=time.process_time)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.linear.module import QuantizedLinear, quantized_layers
 from lightning_llm.precision.linear.plan import SLOT_NAMES, CastRecord, Shard
 from lightning_llm.precision.linear.statistics import HIGHEST, LOWEST, SUMS, cast_sums, figures
 from lightning_llm.tracking.files import cut_back
@@ -54,7 +54,7 @@ class _OwnRun:
 
     def __init__(self, trainer: pl.Trainer, module: Any):
         self.module, self.layout = module, trainer.strategy.layout
-        self.layers, self.folder = quantised_layers(module.model), Path(module.config.run.dir)
+        self.layers, self.folder = quantized_layers(module.model), Path(module.config.run.dir)
         self.recipe = f"precision={module.config.precision.name}"
 
     @property
@@ -83,7 +83,7 @@ class _AnyRun:
     """Module, ranks and folder of any LightningModule with layers that `quantize` changed; each rank has all layers."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule):
-        self.trainer, self.module, self.layers = trainer, module, quantised_layers(module)
+        self.trainer, self.module, self.layers = trainer, module, quantized_layers(module)
         self.folder, self.recipe = Path(trainer.log_dir or trainer.default_root_dir), "the module"
 
     @property
@@ -141,7 +141,7 @@ class QuantisationHealth(pl.Callback):
         self._step = 0
 
     @property
-    def _layers(self) -> list[QuantisedLinear]:
+    def _layers(self) -> list[QuantizedLinear]:
         return [] if self._run is None else [layer for layer in self._run.layers if not layer.plan.fixed]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -70,7 +70,7 @@ def _rank(name: str) -> int:
 
 def short_cast(cast: CastConfig, compute_dtype: str) -> str:
     """Return a slot in a few words, e.g. "e2m1 1x32 floor SR H64±"."""
-    if not cast.quantises:
+    if not cast.quantizes:
         return compute_dtype
     words = [cast.format, cast.block, cast.scale_kind.label, cast.rounding_kind.label]
     if cast.amax == "row":
@@ -99,13 +99,19 @@ def recipe_slots() -> str:
 def recipe_facts() -> str:
     """Return the table of unquantized parts, loss scaling, source and native hardware of every recipe."""
     rows = [
-        [f"`{recipe.name}`", stays_high(comment), loss_scaling(recipe.loss_scaling), recipe.reference, recipe.hardware]
+        [
+            f"`{recipe.name}`",
+            stays_unquantized(comment),
+            loss_scaling(recipe.loss_scaling),
+            recipe.reference,
+            recipe.hardware,
+        ]
         for recipe, comment in recipes()
     ]
     return _table(["recipe", "stays in high precision", "loss scaling", "source", "runs natively on"], rows)
 
 
-def stays_high(comment: str) -> str:
+def stays_unquantized(comment: str) -> str:
     """Return the sentence after "High precision:" in a recipe's comment; a recipe without one is high throughout."""
     found = re.search(r"High precision: (.+?)\.(?=\s|$)", comment)
     return found.group(1) if found else "everything"

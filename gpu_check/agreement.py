@@ -25,7 +25,7 @@ from lightning_llm.precision.native.codes import (
     axis_of,
     check_native_casts,
     emulated,
-    quantised_by,
+    quantized_by,
     quantizers_of,
     stored,
 )
@@ -48,8 +48,8 @@ def items(call: Call) -> list[Item]:
     """Return items: the library, native recipes, ranks' parts, recipes that this GPU lacks, compiled casts."""
     here = setting.here()
     native = [recipe for recipe, _ in native_recipes().values()]
-    quantising = [recipe for recipe in recipes().values() if recipe.quantises]
-    emulated = [recipe for recipe in quantising if decide(recipe, here).runs == "emulated"]
+    quantizing = [recipe for recipe in recipes().values() if recipe.quantizes]
+    emulated = [recipe for recipe in quantizing if decide(recipe, here).runs == "emulated"]
     found = [Item("Transformer Engine", 2, layers.admitted)]
     if here.library_problem is not None:
         problem = here.library_problem
@@ -116,13 +116,13 @@ def operands(recipe: PrecisionConfig) -> Iterator[Row]:
         return
     by_role = quantizers_of(layer)
     for slot, cast in slots_of(recipe).items():
-        if not cast.quantises:
+        if not cast.quantizes:
             continue
         role = slot.split(".")[1]
         axis = axis_of(slot)
         scale = None if layer.scale is None else layer.scale[("x", "w", "dy").index(role)]
         theirs = stored(
-            quantised_by(by_role[role], given[role]), cast, axis, (given[role].shape[0], given[role].shape[1])
+            quantized_by(by_role[role], given[role]), cast, axis, (given[role].shape[0], given[role].shape[1])
         )
         ours = emulated(given[role], cast, axis, scale)
         yield from compare(f"{recipe.name} {slot}", theirs, ours)
@@ -225,7 +225,7 @@ def compiled_casts(recipe: PrecisionConfig) -> Iterator[Row]:
             parts.extend((scaled.multiplier, scaled.block, scaled.tensor, operand.tensor, operand.inside))
 
         for slot, cast in slots_of(recipe).items():
-            if cast.quantises:
+            if cast.quantizes:
                 x = given[slot.split(".")[1]]
                 inductor.operand(x, cast, axis_of(slot), backend, key=key, delayed=delayed, observe=see)
         made[backend] = [part.flatten() for part in parts if part is not None]

@@ -17,7 +17,7 @@ TRAINED = ("mxfp8", "mxfp4_sr")
 
 def items(call: Call) -> list[Item]:
     """Return items: layers of every quantizing recipe with emulated casts, and training steps of two recipes."""
-    emulated = {name: recipe for name, recipe in recipes().items() if recipe.quantises}
+    emulated = {name: recipe for name, recipe in recipes().items() if recipe.quantizes}
     emulated = {name: recipe.model_copy(update={"backend": "emulated"}) for name, recipe in emulated.items()}
     baseline = Baseline()
     names = [*FIRST, *(name for name in emulated if name not in FIRST)]

@@ -67,10 +67,10 @@ def layer_of(recipe: PrecisionConfig, inputs: int, outputs: int) -> Any:
 
     linear = Linear(inputs, outputs, bias=False, device=setting.DEVICE)
     model = nn.ModuleDict({"layers": nn.ModuleDict({"1": nn.ModuleDict({"up_proj": linear})})})
-    if recipe.quantises:
+    if recipe.quantizes:
         swap_linears(model, recipe, 3, setting.DEVICE, decision=decide(recipe, setting.here()))
     layer: Any = model["layers"]["1"]["up_proj"]  # type: ignore[index]
-    if recipe.quantises:
+    if recipe.quantizes:
         layer.keys = torch.arange(KEY_COUNT, device=layer.keys_device)
     return layer
 
@@ -97,7 +97,7 @@ def exactness(name: str, recipe: PrecisionConfig) -> Iterator[Row]:
             layer.weight.grad = None
             y = layer(operand)
             y.backward(dy)
-            if recipe.quantises:
+            if recipe.quantizes:
                 from lightning_llm.precision.linear.delayed import update_delayed
 
                 update_delayed(layer)

@@ -30,7 +30,7 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.operand_shards import shared_parts
 from lightning_llm.parallel.process_group import gather_objects
 from lightning_llm.plan.degrees import resolve_degrees
-from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.module import QuantizedLinear
 from lightning_llm.precision.linear.plan import KEY_COUNT, LinearPlan
 from lightning_llm.precision.native.codes import SIZE, Shards, check_native_casts, sample
 from lightning_llm.precision.native.transformer_engine import NativeLinear
@@ -114,14 +114,14 @@ def _problems(recipe: PrecisionConfig, device: torch.device, bias: bool, parts: 
 
 def _differences(recipe: PrecisionConfig, device: torch.device, shards: Shards) -> dict[str, float]:
     """Return the relative differences of y, dx and dw of this rank's parts; stochastic gradients are left out."""
-    native, emulated = (_products(kind, recipe, device, shards) for kind in (NativeLinear, QuantisedLinear))
+    native, emulated = (_products(kind, recipe, device, shards) for kind in (NativeLinear, QuantizedLinear))
     stochastic = any(cast.stochastic for cast in slots_of(recipe).values())
     names = ("y",) if stochastic else ("y", "dx", "dw")
     return {name: relative(native[name], emulated[name]) for name in names}
 
 
 def _products(
-    kind: type[QuantisedLinear], recipe: PrecisionConfig, device: torch.device, shards: Shards
+    kind: type[QuantizedLinear], recipe: PrecisionConfig, device: torch.device, shards: Shards
 ) -> dict[str, Tensor]:
     linear = nn.Linear(SIZE, SIZE, bias=False, device=device)
     layer = kind("parts", linear, LinearPlan(slots_of(recipe), "eager", shards))

@@ -296,7 +296,7 @@ def _work(names: Iterable[str]) -> Iterator[tuple[str, bool, Callable[[int], lis
             continue
         for slot, cast in compose_config([f"precision={name}"]).precision.casts_under(None).items():
             axis = 1 if slot in ("fprop.x", "fprop.w", "dgrad.dy") else 0
-            if cast.quantises and (cast, axis) not in seen:
+            if cast.quantizes and (cast, axis) not in seen:
                 seen.add((cast, axis))
                 yield f"{name} {slot}", True, partial(triton_of, cast, axis)
 

@@ -46,7 +46,7 @@ def here() -> Capability:
 
 def native_recipes() -> dict[str, tuple[PrecisionConfig, Decision]]:
     """Return the quantizing recipes that run natively on this machine, with the decision."""
-    made = {name: (recipe, decide(recipe, here())) for name, recipe in recipes().items() if recipe.quantises}
+    made = {name: (recipe, decide(recipe, here())) for name, recipe in recipes().items() if recipe.quantizes}
     return {name: (recipe, decision) for name, (recipe, decision) in made.items() if decision.runs == "native"}
 
 

@@ -25,7 +25,7 @@ from lightning_llm.model.flops import flops_per_token
 from lightning_llm.model.loss import LossReduction, compiled_loss_sum, next_token_loss_sum
 from lightning_llm.parallel.apply import compile_blocks
 from lightning_llm.precision.native.decide import decide
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.quantization import Quantization
 
 LENGTH, STEPS, WARMUP_STEPS = 2048, 40, 10
 TRAIN_SECONDS = 100.0
@@ -102,7 +102,7 @@ def loop_rate(recipe: PrecisionConfig) -> float:
 def in_a_loop(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
     """Yield the rows of `loop_rate`; for recipes other than bf16 also bf16's time over theirs."""
     rate = loop_rate(recipe)
-    if not recipe.quantises:
+    if not recipe.quantizes:
         yield from rate_rows(LOOP_RATE, "our model in a loop", rate, shape())
         return
     yield Row(f"{MODEL}, {recipe.name}, native, our model in a loop", rate, "tokens/s", "measured", shape())
@@ -167,10 +167,10 @@ def our_step(
 ) -> Callable[[], None]:
     """Return a function that makes one step of a hand-written loop over our model: forward, backward, clipping, fused
     AdamW. With `compiled`, its blocks and loss are compiled; emulated casts are compiled separately, as in a run."""
-    quantisation = Quantisation(recipe, 0, 100, decide(recipe, setting.here()))
+    quantization = Quantization(recipe, 0, 100, decide(recipe, setting.here()))
     with torch.device("meta"):
         model = Decoder(config, compute_dtype=torch.bfloat16)
-    quantisation.swap(model, model.config.num_layers, setting.DEVICE)
+    quantization.swap(model, model.config.num_layers, setting.DEVICE)
     if compiled:
         compile_blocks(model.blocks)
     model.to_empty(device=setting.DEVICE)
@@ -185,14 +185,14 @@ def our_step(
 
     def step() -> None:
         nonlocal taken
-        quantisation.begin_step(model, 0)
-        quantisation.begin_micro_batch(model, taken, 0)
+        quantization.begin_step(model, 0)
+        quantization.begin_micro_batch(model, taken, 0)
         optimizer.zero_grad(set_to_none=True)
         (model(tokens, loss=LossReduction(tokens, loss_sum, scale)) / tokens.numel()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        quantisation.end_micro_batch(model, lambda amax: amax)
+        quantization.end_micro_batch(model, lambda amax: amax)
         optimizer.step()
-        quantisation.end_step(model, lambda amax: amax)
+        quantization.end_step(model, lambda amax: amax)
         taken += 1
 
     return step

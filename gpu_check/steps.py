@@ -21,7 +21,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.precision.native.decide import decide
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.quantization import Quantization
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,10 +59,10 @@ def one_recipe(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
 def train(recipe: PrecisionConfig) -> float:
     """Return the loss after `STEPS` steps of AdamW on random tokens, with the recipe's own loss scale."""
     device, decision = setting.DEVICE, decide(recipe, setting.here())
-    quantisation = Quantisation(recipe.model_copy(update={"casts": "eager"}), 0, STEPS, decision)
+    quantization = Quantization(recipe.model_copy(update={"casts": "eager"}), 0, STEPS, decision)
     with torch.device("meta"):
         model = Decoder(model_config("llama_tiny", **SIZES), compute_dtype=DTYPES[recipe.compute_dtype])
-    quantisation.swap(model, SIZES["num_layers"], device)
+    quantization.swap(model, SIZES["num_layers"], device)
     model.to(DTYPES[recipe.master_dtype]).to_empty(device=device)
     initialise(model, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -70,17 +70,17 @@ def train(recipe: PrecisionConfig) -> float:
     scale = recipe.loss_scaling.init_scale if recipe.loss_scaling else 1.0
     loss = torch.zeros(())
     for step in range(STEPS + 1):
-        quantisation.begin_step(model, min(step, STEPS - 1))
-        quantisation.begin_micro_batch(model, step, 0)
+        quantization.begin_step(model, min(step, STEPS - 1))
+        quantization.begin_micro_batch(model, step, 0)
         loss = next_token_loss_sum(model(tokens), tokens) / tokens.numel()
         optimizer.zero_grad()
         (loss * scale).backward()
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad /= scale
-        quantisation.end_micro_batch(model, lambda amax: amax)
+        quantization.end_micro_batch(model, lambda amax: amax)
         optimizer.step()
-        quantisation.end_step(model, lambda amax: amax)
+        quantization.end_step(model, lambda amax: amax)
     return float(loss.item())
 
 

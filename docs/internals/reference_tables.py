@@ -134,7 +134,7 @@ def operand_bits(recipe: PrecisionConfig) -> int:
     """Return the bits of the widest of the six GEMM operands."""
     casts = slots_of(recipe).values()
     dtype = DTYPE_BITS[recipe.compute_dtype]
-    return max(cast.number_format.code_bits if cast.quantises else dtype for cast in casts)
+    return max(cast.number_format.code_bits if cast.quantizes else dtype for cast in casts)
 
 
 def shipped_sweeps() -> str:

@@ -102,7 +102,7 @@ def _shipped() -> list[str]:
     for entry in resources.files("lightning_llm.conf").joinpath("precision").iterdir():
         if entry.name.endswith(".yaml"):
             recipe = PrecisionConfig.model_validate(yaml.safe_load(entry.read_text(encoding="utf-8")))
-            if recipe.quantises:
+            if recipe.quantizes:
                 found.append(entry.name.removesuffix(".yaml"))
     return sorted(found)
 

@@ -19,7 +19,7 @@ from lightning_llm.precision.cast import kernel_cache
 from lightning_llm.run.checked_plan import checked_plan, checked_resolution
 from lightning_llm.run.subject import device_of
 from lightning_llm.train.parallel_model import ParallelModel
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.quantization import Quantization
 
 
 def warm(arguments: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def warm(arguments: argparse.Namespace) -> int:
         )
     width = max(len(plan.config.precision.name) for plan in plans)
     for plan in plans:
-        if chosen or plan.config.precision.quantises:
+        if chosen or plan.config.precision.quantizes:
             print(f"{plan.config.precision.name:<{width}}  {_warmed(plan, device)}", flush=True)
     print(f"cached in {kernel_cache.folder()}")
     return 0
@@ -78,16 +78,16 @@ def _clear(overrides: list[str]) -> int:
 def _warmed(plan: Plan, device: torch.device) -> str:
     """Compile the casts of one recipe; return a summary."""
     config, started = plan.config, time.perf_counter()
-    if not config.precision.quantises:
+    if not config.precision.quantizes:
         return "casts nothing"
     if plan.decision.runs == "native":
         return f"runs natively here and needs no kernels ({plan.decision.reason})"
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
-    quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, plan.decision)
-    parallel = ParallelModel.build(config, Layout(config.parallel, Degrees()), device, quantisation)
-    if quantisation.report is not None and quantisation.report.note:
-        return f"nothing to compile: {quantisation.report.note}"
+    quantization = Quantization(config.precision, config.seed, config.trainer.max_steps, plan.decision)
+    parallel = ParallelModel.build(config, Layout(config.parallel, Degrees()), device, quantization)
+    if quantization.report is not None and quantization.report.note:
+        return f"nothing to compile: {quantization.report.note}"
     for step in _first_steps(config):
         _run_micro_batch(parallel, config, step, device)
     kernels = kernel_cache.tally.take() or "uses the kernels of the recipes above"
@@ -105,14 +105,14 @@ def _first_steps(config: Config) -> Iterator[int]:
 
 def _run_micro_batch(parallel: ParallelModel, config: Config, step: int, device: torch.device) -> None:
     """Run forward and backward of one micro-batch of arbitrary tokens, as training does at `step`."""
-    quantisation, model = parallel.quantisation, parallel.model.train()
-    quantisation.begin_step(model, step)
-    quantisation.begin_micro_batch(model, step, 0)
+    quantization, model = parallel.quantization, parallel.model.train()
+    quantization.begin_step(model, step)
+    quantization.begin_micro_batch(model, step, 0)
     tokens = torch.arange(config.data.micro_batch_size * config.data.sequence_length, device=device)
     tokens = (tokens % config.model.vocab_size).reshape(config.data.micro_batch_size, -1)
     logits = parallel.logits(tokens, None, None)
     if logits is None:
         raise RuntimeError("a model of one stage has no logits")
     parallel.loss_sum(logits, tokens).backward()
-    quantisation.end_micro_batch(model, lambda amax: amax)
-    quantisation.end_step(model, lambda amax: amax)
+    quantization.end_micro_batch(model, lambda amax: amax)
+    quantization.end_step(model, lambda amax: amax)

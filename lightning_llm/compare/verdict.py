@@ -207,7 +207,7 @@ class Verdict:
     def emulated(self) -> bool:
         """True if the recipe's casts were emulated, so its speed is not that of the number format."""
         return any(
-            run.summary.get("backend") == "emulated" or (run.typed is not None and run.typed.precision.quantises)
+            run.summary.get("backend") == "emulated" or (run.typed is not None and run.typed.precision.quantizes)
             for run in (pair.run for pair in self.pairs)
             if run.summary.get("backend") != "native"
         )

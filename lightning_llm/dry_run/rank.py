@@ -36,7 +36,7 @@ from lightning_llm.plan.traffic import small_bytes
 from lightning_llm.precision.cast.inductor import Backend
 from lightning_llm.train.distillation import Distillation
 from lightning_llm.train.parallel_model import ParallelModel
-from lightning_llm.train.quantisation import LossScaler, Quantisation
+from lightning_llm.train.quantization import LossScaler, Quantization
 from lightning_llm.train.spikes.policy import SpikePolicy
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep
@@ -105,10 +105,10 @@ def count_step(
             else:
                 stage.to_empty(device=device)
 
-    quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, backend=casts)
+    quantization = Quantization(config.precision, config.seed, config.trainer.max_steps, backend=casts)
     if progress is not None:
-        _tell_micro_batches(quantisation, progress)
-    parallel = ParallelModel.build(config, layout, device, quantisation, fill=fill)
+        _tell_micro_batches(quantization, progress)
+    parallel = ParallelModel.build(config, layout, device, quantization, fill=fill)
     decoders, gradients = _teachers(config), list[int]()
 
     def measure_gradients(loss: Tensor) -> None:
@@ -117,7 +117,7 @@ def count_step(
     with within, counting.following(), unwidened():
         scaler, spikes = LossScaler(config.precision.loss_scaling), SpikePolicy(config.spikes)
         state = TrainState(config.data.global_batch_size * config.data.sequence_length)
-        quantisation.watch_overflow(parallel.model)
+        quantization.watch_overflow(parallel.model)
         teacher_decoders = [each.to_empty(device=device) for each in decoders]
         teachers = None if config.distil is None else _distillation(config, teacher_decoders)
         step = TrainStep.build(config, parallel, state, scaler, spikes, lambda _: None, [measure_gradients], teachers)
@@ -144,9 +144,9 @@ def count_step(
     )
 
 
-def _tell_micro_batches(quantisation: Quantisation, progress: Callable[[], None]) -> None:
+def _tell_micro_batches(quantization: Quantization, progress: Callable[[], None]) -> None:
     """Call `progress` when a stage first begins a micro-batch, not when it recomputes it."""
-    begin, begun = quantisation.begin_micro_batch, set[tuple[int, int]]()
+    begin, begun = quantization.begin_micro_batch, set[tuple[int, int]]()
 
     def begin_micro_batch(model: nn.Module, step: int, micro_batch: int) -> None:
         if (key := (id(model), micro_batch)) not in begun:
@@ -154,7 +154,7 @@ def _tell_micro_batches(quantisation: Quantisation, progress: Callable[[], None]
             progress()
         begin(model, step, micro_batch)
 
-    quantisation.begin_micro_batch = begin_micro_batch  # type: ignore[method-assign]
+    quantization.begin_micro_batch = begin_micro_batch  # type: ignore[method-assign]
 
 
 def _teachers(config: Config) -> list[Decoder]:

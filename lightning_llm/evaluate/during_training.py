@@ -87,7 +87,7 @@ class Evaluate(pl.Callback):
 
         parallel, device = pl_module.parallel, trainer.strategy.root_device
         # A compiled model would be compiled again for every length of a task's texts.
-        with parallel.quantisation.high_precision(parallel.model), torch.compiler.set_stance("force_eager"):
+        with parallel.quantization.high_precision(parallel.model), torch.compiler.set_stance("force_eager"):
             own = OwnModel(parallel, pl_module.tokenizer, device, self.batch_size)
             return self._tasks.metrics(own, self.limit)
 

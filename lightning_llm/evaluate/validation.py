@@ -25,7 +25,7 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.run.subject import Subject, delayed_state
 from lightning_llm.tracking.evaluations import Metrics
 from lightning_llm.train.parallel_model import ParallelModel
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.quantization import Quantization
 from lightning_llm.train.validation import VIEWS, Validation
 
 CONFIDENCE = 0.95
@@ -44,9 +44,9 @@ class TrainedModel:
         return self.parallel.model
 
     @property
-    def quantisation(self) -> Quantisation:
+    def quantization(self) -> Quantization:
         """The object that applies the model's precision recipe."""
-        return self.parallel.quantisation
+        return self.parallel.quantization
 
     @classmethod
     def from_subject(
@@ -58,38 +58,38 @@ class TrainedModel:
         """
         recipe = subject.config.precision.model_copy(update={"backend": "emulated"})
         config = subject.config.model_copy(update={"precision": recipe})
-        quantisation = Quantisation(recipe, config.seed, config.trainer.max_steps)
-        parallel = ParallelModel.build(config, layout, device, quantisation, initial)
+        quantization = Quantization(recipe, config.seed, config.trainer.max_steps)
+        parallel = ParallelModel.build(config, layout, device, quantization, initial)
         parallel.model.eval()
         step = subject.checkpoint.step if subject.checkpoint else 0
-        quantisation.begin_step(parallel.model, max(0, step - 1))  # a run validates in the phase of the step it made
+        quantization.begin_step(parallel.model, max(0, step - 1))  # a run validates in the phase of the step it made
         scales = {
             f"{layer}.{key}": value for layer, its in delayed_state(subject).items() for key, value in its.items()
         }
-        quantisation.load_state(parallel.model, {name: tensor.to(device) for name, tensor in scales.items()})
+        quantization.load_state(parallel.model, {name: tensor.to(device) for name, tensor in scales.items()})
         return cls(parallel, step)
 
 
 class Recipes:
-    """Stand-in for `Quantisation` in `Validation`, for several models that each have their own `Quantisation`."""
+    """Stand-in for `Quantization` in `Validation`, for several models that each have their own `Quantization`."""
 
     def __init__(self, models: Sequence[TrainedModel]):
         self.models = models
-        self.changes_forward = any(each.quantisation.changes_forward for each in models)
-        quantised = [each.quantisation.recipe for each in models if each.quantisation.recipe.quantises]
-        self.recipe: PrecisionConfig = (quantised or [models[0].quantisation.recipe])[0]
+        self.changes_forward = any(each.quantization.changes_forward for each in models)
+        quantized = [each.quantization.recipe for each in models if each.quantization.recipe.quantizes]
+        self.recipe: PrecisionConfig = (quantized or [models[0].quantization.recipe])[0]
 
     def begin_validation_batch(self, model: nn.Module, step: int, index: int) -> None:
         """Set the key of each model's random bits as in that model's own training run."""
         for each in self.models:
-            each.quantisation.begin_validation_batch(each.model, each.step, index)
+            each.quantization.begin_validation_batch(each.model, each.step, index)
 
     @contextmanager
     def high_precision(self, model: nn.Module) -> Iterator[None]:
         """Context in which all models run unquantized."""
         with ExitStack() as stack:
             for each in self.models:
-                stack.enter_context(each.quantisation.high_precision(each.model))
+                stack.enter_context(each.quantization.high_precision(each.model))
             yield
 
 

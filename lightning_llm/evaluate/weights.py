@@ -21,7 +21,7 @@ from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.run.subject import Subject, device_of, find_subject, read_weights
 from lightning_llm.train.parallel_model import ParallelModel
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.quantization import Quantization
 
 
 def load_model(
@@ -106,9 +106,9 @@ def sharded_decoder_of(
     check_results_are_own(config.model)
     dtype = compute_dtype or config.precision.compute_dtype
     precision = compose_config(["precision=fp32"]).precision.model_copy(update={"compute_dtype": dtype})
-    quantisation = Quantisation(precision, config.seed, config.trainer.max_steps)
+    quantization = Quantization(precision, config.seed, config.trainer.max_steps)
     plain = config.model_copy(update={"precision": precision})
-    parallel = ParallelModel.build(plain, layout, device, quantisation, initial)
+    parallel = ParallelModel.build(plain, layout, device, quantization, initial)
     parallel.model.eval()
     return parallel
 

@@ -57,15 +57,15 @@ class AdamW8bit(MatrixOptimizer):
         change = adamw_change(first, second, gradient, count, rate, betas, config.eps)
         self.write(parameter, lambda weight, rows: weight.mul_(1 - rate * weight_decay).sub_(change[rows]))
         for moment, (name, signed) in zip((first, second), MOMENTS.items(), strict=True):
-            codes, scales = quantised(moment, self.config.block_size, signed)
+            codes, scales = quantized(moment, self.config.block_size, signed)
             kept[name][0].copy_(codes)
             kept[name][1].copy_(scales)
 
     def _read(self, codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-        return dequantised(codes, scales, self.config.block_size, signed)
+        return dequantized(codes, scales, self.config.block_size, signed)
 
 
-def quantised(values: Tensor, block_size: int, signed: bool) -> tuple[Tensor, Tensor]:
+def quantized(values: Tensor, block_size: int, signed: bool) -> tuple[Tensor, Tensor]:
     """Return uint8 codes [R, C] of fp32 `values` [R, C], and fp32 scales [R, ceil(C / block_size)].
 
     A block's scale is its largest magnitude. The code is that of the nearest of `dynamic_map`'s values times the scale;
@@ -81,7 +81,7 @@ def quantised(values: Tensor, block_size: int, signed: bool) -> tuple[Tensor, Te
     return codes.flatten(1)[:, :columns], scales
 
 
-def dequantised(codes: Tensor, scales: Tensor, block_size: int, signed: bool) -> Tensor:
+def dequantized(codes: Tensor, scales: Tensor, block_size: int, signed: bool) -> Tensor:
     """Return the fp32 values [R, C] of the codes and scales of `quantised`."""
     values = _table(signed, codes.device)[codes.int()]
     return values.mul_(scales.repeat_interleave(block_size, dim=1)[:, : codes.shape[1]])

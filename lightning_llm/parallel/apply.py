@@ -28,7 +28,7 @@ from lightning_llm.parallel.operand_shards import place_shards
 from lightning_llm.parallel.pp import split_stages
 from lightning_llm.parallel.torch_private import shard_offset
 from lightning_llm.precision.linear.autograd import OPERATOR
-from lightning_llm.precision.linear.module import quantised_layers, recompute_contexts
+from lightning_llm.precision.linear.module import quantized_layers, recompute_contexts
 
 InitialSlice = Callable[[str, int, int], torch.Tensor]
 """(parameter name, start, stop) -> elements `start` to `stop` of the whole tensor, row-major, fp32, CPU."""
@@ -116,7 +116,7 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], config: ParallelConfig) -
         if mode == "none":
             continue
         keeps = partial(create_selective_checkpoint_contexts, expensive_ops(block)) if mode == "selective" else None
-        keys = recompute_contexts(block) if quantised_layers(block) else None
+        keys = recompute_contexts(block) if quantized_layers(block) else None
         block.forward = _recomputed(block.forward, in_graph=keeps, eagerly=_both_of(keeps, keys))
 
 

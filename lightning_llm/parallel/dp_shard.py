@@ -30,7 +30,7 @@ from lightning_llm.parallel.tree import TreeReduceScatter
 from lightning_llm.plan.degrees import replica_axes, shard_axes
 from lightning_llm.precision.cast.scales import Scaled
 from lightning_llm.precision.linear.gathered import GatheredWeight
-from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.linear.module import QuantizedLinear, quantized_layers
 
 
 def shard_decoder(
@@ -115,7 +115,7 @@ def gather_codes(model: Decoder, layout: Layout, compute_dtype: torch.dtype) -> 
     group = layout.group("fsdp")
     if group is None:
         return
-    layers = {id(layer): layer for layer in quantised_layers(model)}
+    layers = {id(layer): layer for layer in quantized_layers(model)}
     shards = []
     for state in (state for module in sharded_modules(model) for state in fsdp_parameters(module)):
         layer = layers.get(id(state._module_info.module))
@@ -128,7 +128,7 @@ def gather_codes(model: Decoder, layout: Layout, compute_dtype: torch.dtype) -> 
 class WeightShard:
     """One rank's rows of a quantized layer's weight, with FSDP2's hooks that gather them as codes."""
 
-    def __init__(self, layer: QuantisedLinear, state: Any, rank: int, compute_dtype: torch.dtype):
+    def __init__(self, layer: QuantizedLinear, state: Any, rank: int, compute_dtype: torch.dtype):
         """`state`: FSDP2's state of the weight; `rank`: this one among those that share it."""
         self.weight, self.rank, self.compute_dtype = GatheredWeight(layer), rank, compute_dtype
         self._state, self._whole, self._bytes = state, torch.empty(0), True

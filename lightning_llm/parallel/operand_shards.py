@@ -13,7 +13,7 @@ from lightning_llm.parallel.cp import positions_of
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.divisibility import SHARD_AXES
 from lightning_llm.precision.cast.random_bits import Origin
-from lightning_llm.precision.linear.module import quantised_layers
+from lightning_llm.precision.linear.module import quantized_layers
 from lightning_llm.precision.linear.plan import Shard
 
 
@@ -31,7 +31,7 @@ def place_shards(model: Decoder, layout: Layout, sequence_length: int, device: t
         parts = [positions_of(rank, cp, sequence_length) for rank in range(cp)]
         own, every = parts[layout.coordinates.cp].to(device), torch.cat(parts).to(device)
     gathering = {name for name, linear in linears_of(model.config).items() if linear.all_tokens}
-    for layer in quantised_layers(model):
+    for layer in quantized_layers(model):
         if layer.place != layer.name:  # one of several experts, which a rank holds whole
             continue
         size, gathers = (layer.out_features, layer.in_features), layer.name in gathering

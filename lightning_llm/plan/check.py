@@ -26,7 +26,7 @@ from lightning_llm.precision.recipe.lint import lint
 from lightning_llm.precision.recipe.module_rules import (
     nothing_converted,
     other_modules,
-    reasons_to_stay_high,
+    reasons_to_stay_unquantized,
     unmatched,
 )
 
@@ -180,7 +180,7 @@ def _precision_problems(config: Config) -> list[Problem]:
         text = f"optim={config.optim.name} rounds weights to nearest. Set even, or choose adamw, adamw8bit or muon."
         problems.append(Problem("precision.update.rounding", text, recipe.update.rounding))
     problems += _frozen_problems(config)
-    reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
+    reasons = reasons_to_stay_unquantized(linear_names(config.model), recipe, config.model.num_layers)
     if nothing := nothing_converted(recipe, reasons):
         problems += [*nothing, *other_modules(recipe, reasons)]
     else:
@@ -244,7 +244,7 @@ def _native_problems(derived: DerivedConfig) -> list[Problem]:
     """
     config = derived.config
     recipe = config.precision
-    if not (recipe.quantises and recipe.backend == "native" and derived.to_train):
+    if not (recipe.quantizes and recipe.backend == "native" and derived.to_train):
         return []
     return derived.decision.refusals()
 

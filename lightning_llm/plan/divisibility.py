@@ -65,7 +65,7 @@ def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
         linears = list(dict.fromkeys(every[name] for name in layers[key]))
         prefix = f"{key}." if key else ""
         for slot, cast in casts.items():
-            if not (cast.quantises and linears):
+            if not (cast.quantizes and linears):
                 continue
             operand = slot.rpartition(".")[2]
             cuts = (each.cut_operands(operand, linears, config, degrees) for each in AXES.values())

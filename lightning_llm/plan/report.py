@@ -248,10 +248,10 @@ def _pattern(layers: list[str]) -> str:
 
 def _backend(facts: dict[str, Any]) -> str:
     """Return " native" or " emulated" for a recipe that quantizes; the line on layers has the reason."""
-    quantises = any(
+    quantizes = any(
         "block" in slot for part in (facts, *facts["phases"], *facts["module_casts"]) for slot in part["slots"].values()
     )
-    return f" {facts['runs']}" if quantises else ""
+    return f" {facts['runs']}" if quantizes else ""
 
 
 def _precision(facts: dict[str, Any]) -> str:
@@ -335,7 +335,7 @@ def notes(plan: Plan, *, to_train: bool) -> list[str]:
 def _hardware_note(plan: Plan, to_train: bool) -> str | None:
     """Return a note if native casts were decided for another device than the one the run is planned for."""
     config, here = plan.config, plan.capability.device
-    if not config.precision.quantises:
+    if not config.precision.quantizes:
         return None
     if to_train:  # on this machine's device
         if config.hardware is None or here == HARDWARE[config.hardware].device:

@@ -156,7 +156,7 @@ class DerivedConfig:
         if self.config.planned_hardware is not None and not self.to_train:
             return HARDWARE[self.config.planned_hardware]
         # Importing Transformer Engine takes seconds, so it is skipped for recipes that do not quantize.
-        look = capability_here if self.config.precision.quantises else device_here
+        look = capability_here if self.config.precision.quantizes else device_here
         return look(self.config.trainer.accelerator)
 
     @cached_property

@@ -226,9 +226,9 @@ def stage_kind(config: Config, part: StagePart) -> Hashable:
 
 def block_kinds(config: Config, layers: Iterable[int]) -> Iterator[Hashable]:
     """Yield a key for each block of `layers`: blocks with equal keys need the same memory and time."""
-    parallel, quantises = config.parallel, config.precision.quantises
+    parallel, quantizes = config.parallel, config.precision.quantizes
     for index in layers:  # with quantization, the index decides the casts of its linears
-        yield config.model.layer_name(index), parallel.checkpointing_of(index), index if quantises else 0
+        yield config.model.layer_name(index), parallel.checkpointing_of(index), index if quantizes else 0
 
 
 def rank_kind(config: Config, parts: list[StagePart]) -> Hashable:

@@ -16,9 +16,9 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.precision.any_module.clock import StepClock
-from lightning_llm.precision.any_module.quantize import NativeConv1D, QuantisedConv1D
+from lightning_llm.precision.any_module.quantize import NativeConv1D, QuantizedConv1D
 from lightning_llm.precision.any_module.selection import unwrapped
-from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.linear.module import QuantizedLinear, quantized_layers
 from lightning_llm.precision.native.transformer_engine import NativeLinear
 from lightning_llm.probe.measure import measure
 from lightning_llm.probe.passes import Passes
@@ -86,7 +86,7 @@ def probe_module(
     passes = _ModulePasses(root, clock, found, loss or _own_loss)
     delayed = {
         layer.name: {"scale": layer.scale, "amax_history": layer.amax_history}
-        for layer in quantised_layers(root)
+        for layer in quantized_layers(root)
         if layer.scale is not None and layer.amax_history is not None
     }
     with torch.random.fork_rng(), torch.enable_grad():
@@ -96,7 +96,7 @@ def probe_module(
 
 def _clock_of(root: nn.Module) -> StepClock:
     """Return the clock that `quantize` gave to the layers. Raises ConfigError without one, or with several."""
-    clocks = {layer.clock for layer in quantised_layers(root)}
+    clocks = {layer.clock for layer in quantized_layers(root)}
     if len(clocks) != 1:
         why = "has no quantized layer" if not clocks else f"has layers of {len(clocks)} calls of quantize"
         raise ConfigError(Problem("module", f"{why}. Call quantize(module, recipe) once, on the whole module."))
@@ -126,7 +126,7 @@ class _ModulePasses(Passes):
                 for number in [key for key, hook in hooks.items() if isinstance(_owner(hook), StepClock)]:
                     del hooks[number]
             if isinstance(each, NativeLinear):  # kernels do not return their casts
-                kind = QuantisedConv1D if isinstance(each, NativeConv1D) else QuantisedLinear
+                kind = QuantizedConv1D if isinstance(each, NativeConv1D) else QuantizedLinear
                 each.__class__ = kind  # type: ignore[assignment]
         super().__init__(model, clock.recipe, clock.num_layers, batches, clock.seed)
         self._loss, self._fp32 = loss, False

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_llm.config.schema.precision import HIGH, CastConfig, PrecisionConfig, slots_of
-from lightning_llm.precision.linear.autograd import quantised_linear
-from lightning_llm.precision.linear.module import HIGH_CASTS
+from lightning_llm.config.schema.precision import UNQUANTIZED, CastConfig, PrecisionConfig, slots_of
+from lightning_llm.precision.linear.autograd import quantized_linear
+from lightning_llm.precision.linear.module import UNQUANTIZED_CASTS
 from lightning_llm.precision.linear.plan import SLOT_NAMES, LinearPlan
 from lightning_llm.precision.recipe.lint import still_broken
 from lightning_llm.probe.figures import Collector, Sums, compare, figures
@@ -61,7 +61,7 @@ def measure(
     errors, losses = [], []
     for key in range(count):
         progress(f"the whole model, key {key + 1} of {count}")
-        made = model.quantised(key)
+        made = model.quantized(key)
         losses.append(made.loss)
         errors.append(gradient_error(made, reference))
         for name, gradient in made.gradients.items():
@@ -71,7 +71,7 @@ def measure(
     found: dict[str, Any] = {
         "recipe_hash": model.recipe.recipe_hash,
         "compute_dtype": model.compute_dtype,
-        "quantised_slots": model.quantised_slots,
+        "quantised_slots": model.quantized_slots,
         "quantised_layers": len(model.layers),
         "keys": count,
         "loss": {"fp32": reference.loss, "high": high.loss, "recipe": fmean(losses), "gap": fmean(losses) - high.loss},
@@ -120,10 +120,10 @@ def local_sums(model: Passes, keys: int) -> dict[str, dict[str, Sums]]:
         operands = kept.x.float(), layer.matrix.detach().to(kept.x.dtype).float(), kept.dy.float()
         plan = replace(layer.plan, observe=None)
         whole = model.recipe.casts_under(plan.rule)
-        exact = _products(plan, HIGH_CASTS, operands, None, None)
+        exact = _products(plan, UNQUANTIZED_CASTS, operands, None, None)
         columns: dict[str, Sums] = {}
         for slot, recipe in [*recipes.items(), ("", model.recipe)]:
-            if slot and not whole[slot].quantises:
+            if slot and not whole[slot].quantizes:
                 continue
             casts = recipe.casts_under(plan.rule)
             used = replace(plan, casts=casts)
@@ -132,7 +132,7 @@ def local_sums(model: Passes, keys: int) -> dict[str, dict[str, Sums]]:
             wanted = [PRODUCTS[slot.split(".")[0]]] if slot else list(PRODUCTS.values())
             for product in wanted:
                 gemm = next(g for g, p in PRODUCTS.items() if p == product)
-                if slot or any(whole[s].quantises for s in SLOT_NAMES if s.startswith(gemm)):
+                if slot or any(whole[s].quantizes for s in SLOT_NAMES if s.startswith(gemm)):
                     columns[slot or product] = compare(exact[product], [sample[product] for sample in samples])
         found[name] = columns
     return found
@@ -148,7 +148,7 @@ def _products(
     """Return Y [M, N], dX [M, K] and dW [N, K], fp32."""
     x, w, dy = operands[0].requires_grad_(), operands[1].requires_grad_(), operands[2]
     with torch.enable_grad():
-        y = quantised_linear(x, w, None, replace(plan, casts=casts), keys, scales)
+        y = quantized_linear(x, w, None, replace(plan, casts=casts), keys, scales)
     dx, dw = torch.autograd.grad(y, (x, w), dy)
     return {"Y": y.detach(), "dX": dx, "dW": dw}
 
@@ -187,10 +187,10 @@ def slot_shares(model: Passes, reference: Pass, high: Pass, whole: float, floor:
     """
     found = {}
     gap = whole - floor
-    for slot in model.quantised_slots:
-        alone = model.quantised(0, only_slot(model.recipe, slot))
+    for slot in model.quantized_slots:
+        alone = model.quantized(0, only_slot(model.recipe, slot))
         only = gradient_error(alone, reference)
-        without = gradient_error(model.quantised(0, all_but_slot(model.recipe, slot)), reference)
+        without = gradient_error(model.quantized(0, all_but_slot(model.recipe, slot)), reference)
         measurable = gap > MEASURABLE * floor
         found[slot] = SlotShare(
             only,
@@ -236,7 +236,7 @@ def layers_to_keep(
     for index, name in enumerate(names):
         progress(f"layer {index + 1} of {len(names)}")
         others = frozenset(each for each in names if each != name)
-        contributions[name] = gradient_error(model.quantised(0, kept=others), reference) - floor
+        contributions[name] = gradient_error(model.quantized(0, kept=others), reference) - floor
     ordered = sorted(names, key=lambda name: -contributions[name])
     contributions = {name: contributions[name] for name in ordered}
     if not gap > MEASURABLE * floor:  # nor where the recipe's gradient is not finite
@@ -244,7 +244,7 @@ def layers_to_keep(
 
     def won_back(count: int, trial: Sequence[int]) -> float:
         kept = frozenset(ordered[:count])
-        return 1 - (fmean(gradient_error(model.quantised(k, kept=kept), reference) for k in trial) - floor) / gap
+        return 1 - (fmean(gradient_error(model.quantized(k, kept=kept), reference) for k in trial) - floor) / gap
 
     low, high = 0, len(ordered)  # with none kept nothing is won back, with all kept everything
     while high - low > 1:
@@ -290,7 +290,7 @@ def _without(recipe: PrecisionConfig, slots: set[str], name: str) -> PrecisionCo
 def _unrounded(casts: Mapping[str, CastConfig], slots: set[str]) -> dict[str, CastConfig]:
     made = {slot: without_rounding(cast) if slot in slots else cast for slot, cast in casts.items()}
     for slot, forward in (("dgrad.w", "fprop.w"), ("wgrad.x", "fprop.x")):
-        if made[forward] == HIGH:  # which now leaves the tensor as it is
+        if made[forward] == UNQUANTIZED:  # which now leaves the tensor as it is
             made[slot] = made[slot].model_copy(update={"source": "high_precision"})
     return made
 

@@ -57,7 +57,7 @@ def with_recipe(subject: Subject, recipe: PrecisionConfig | None) -> Config:
         ConfigError: the recipe quantizes nothing, or cannot be used for this model.
     """
     own = subject.config.precision
-    if not (recipe or own).quantises:
+    if not (recipe or own).quantizes:
         which = f"'{recipe.name}' quantizes" if recipe else f"the run's own, '{own.name}', quantizes"
         text = f"{which} nothing, so there is nothing to probe. Use precision=NAME[,NAME...] or precision=all."
         raise ConfigError(Problem("precision", text))

@@ -17,9 +17,9 @@ from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.precision.linear.delayed import load_delayed_state, update_delayed
 from lightning_llm.precision.linear.module import (
-    QuantisedLinear,
+    QuantizedLinear,
     high_precision_forward,
-    quantised_layers,
+    quantized_layers,
     set_recipe,
     set_step_key,
 )
@@ -65,7 +65,7 @@ class Passes(ABC):
         for parameter in floating:
             parameter.requires_grad_(True)
         self.device = floating[0].device
-        self.layers = {layer.name: layer for layer in quantised_layers(model) if not layer.plan.fixed}
+        self.layers = {layer.name: layer for layer in quantized_layers(model) if not layer.plan.fixed}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         if experts := [name for name, layer in self.layers.items() if id(layer.weight) not in names]:
             text = f"casts {experts[0]} and other experts, which share a weight, and probing measures whole weights. "
@@ -88,10 +88,10 @@ class Passes(ABC):
         return self.recipe.compute_dtype
 
     @property
-    def quantised_slots(self) -> list[str]:
+    def quantized_slots(self) -> list[str]:
         """Names of the slots that are quantized in at least one layer."""
         sets = [self.recipe.casts_under(layer.plan.rule) for layer in self.layers.values()]
-        return [slot for slot in SLOT_NAMES if any(casts[slot].quantises for casts in sets)]
+        return [slot for slot in SLOT_NAMES if any(casts[slot].quantizes for casts in sets)]
 
     @property
     def random(self) -> bool:
@@ -142,7 +142,7 @@ class Passes(ABC):
         for name, (scale, history) in kept.items():
             self.layers[name].scale, self.layers[name].amax_history = scale, history
 
-    def quantised(self, key: int, recipe: PrecisionConfig | None = None, kept: frozenset[str] = frozenset()) -> Pass:
+    def quantized(self, key: int, recipe: PrecisionConfig | None = None, kept: frozenset[str] = frozenset()) -> Pass:
         """Run and return the pass with the casts of `recipe` in every layer except the unquantized ones, `kept`.
 
         `key`: number of the draw of random bits; `recipe`: None for the probed one, else a recipe with as many rules in
@@ -193,7 +193,7 @@ class Passes(ABC):
                 handle.remove()
 
     def _capture(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if not isinstance(layer, QuantisedLinear):
+        if not isinstance(layer, QuantizedLinear):
             raise TypeError(f"only quantised layers are captured, not {type(layer).__name__}")
         kept = self.tensors[layer.name]
         x = inputs[0].detach().to(output.dtype).flatten(0, -2)  # [M, K], in the dtype of an autocast region

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.integrity import FileContent
-from lightning_llm.config.schema.casts import HIGH, CastConfig
+from lightning_llm.config.schema.casts import UNQUANTIZED, CastConfig
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.model.interop.families import architecture, stored_as
@@ -23,9 +23,9 @@ from lightning_llm.model.structure import linear_names, linears_of
 from lightning_llm.model.weights.convert import as_huggingface
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.write import TensorToWrite
-from lightning_llm.precision.cast.quantize import Quantised, quantise
+from lightning_llm.precision.cast.quantize import Quantized, quantize
 from lightning_llm.precision.cast.scales import Scaled, divide, scale, tensor_amax
-from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_in_effect
+from lightning_llm.precision.recipe.module_rules import reasons_to_stay_unquantized, rule_in_effect
 
 READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears of one input, which engines run as one: they share the scale of a whole tensor."""
@@ -34,7 +34,7 @@ INTEGER_SCALE_DTYPE = torch.bfloat16
 SUFFIX = ".weight"
 
 
-Coded = tuple[Quantised, Scaled]
+Coded = tuple[Quantized, Scaled]
 """A quantized weight [N, K] and its scales."""
 
 
@@ -206,7 +206,7 @@ class CodeWeights(Weights):
         if self._last is None or self._last[0] != name:
             cast, whole = self.casts[name], self._whole(name)
             amax = self.shared_amax(name) if cast.needs_tensor_amax else None
-            self._last = name, (quantise(whole, cast, amax=amax), scale(whole, cast, 1, amax))
+            self._last = name, (quantize(whole, cast, amax=amax), scale(whole, cast, 1, amax))
         return self._last[1]
 
     def shared_amax(self, name: str) -> Tensor:
@@ -224,7 +224,7 @@ class CodeWeights(Weights):
             return self.weights.rows(name, first, last)
         found, _ = self.coded(name)
         if not found.format.integer:
-            return found.dequantised[first:last]
+            return found.dequantized[first:last]
         scales = found.stored_scale.to(INTEGER_SCALE_DTYPE).float()[first:last]
         return found.values[first:last] * scales.repeat_interleave(self.format.width, 1)
 
@@ -239,11 +239,11 @@ class CodeWeights(Weights):
 
 
 def _weight_slots(config: ModelConfig, recipe: PrecisionConfig | None) -> dict[str, CastConfig]:
-    """Return the recipe's cast of weights by linear layer; `HIGH` of all layers in blocks if it quantizes none."""
+    """Return the recipe's cast of weights by linear layer; `UNQUANTIZED` for layers in blocks if there is none."""
     names, blocks = linear_names(config), config.num_layers
-    if recipe is None or not recipe.quantises:
-        return {name: HIGH for name in names if name.startswith("layers.")}
-    reasons = reasons_to_stay_high(names, recipe, blocks)
+    if recipe is None or not recipe.quantizes:
+        return {name: UNQUANTIZED for name in names if name.startswith("layers.")}
+    reasons = reasons_to_stay_unquantized(names, recipe, blocks)
     quantized = [name for name in names if reasons[name] is None]
     return {name: recipe.casts_under(rule_in_effect(name, recipe, blocks))["fprop.w"] for name in quantized}
 

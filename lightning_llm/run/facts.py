@@ -50,7 +50,7 @@ def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, A
         **({"chosen_documents": corpus.chosen} if corpus.chosen else {}),
         "data_sources": {name: account.facts() for name, account in corpus.accounts.items()},
         "threads": torch.get_num_threads(),
-        "backend": decision.runs if config.precision.quantises else None,  # where casts run
+        "backend": decision.runs if config.precision.quantizes else None,  # where casts run
         "precision": decision.facts(),
         "quantized": covered.as_data() if covered else None,
     }

@@ -21,7 +21,7 @@ from lightning_llm.precision.linear.swap import EMULATED
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.train.distillation import Distillation
 from lightning_llm.train.parallel_model import ParallelModel
-from lightning_llm.train.quantisation import LossScaler, Quantisation
+from lightning_llm.train.quantization import LossScaler, Quantization
 from lightning_llm.train.record_logger import RecordLogger
 from lightning_llm.train.spikes.policy import SpikePolicy
 from lightning_llm.train.state import TrainState
@@ -65,7 +65,7 @@ class LanguageModule(pl.LightningModule):
         self.source_names = source_names
         self.step_tokens = config.data.global_batch_size * config.data.sequence_length
         self.flops_per_token = float(flops_per_token(config.model, config.data.sequence_length))
-        self.quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, decision)
+        self.quantization = Quantization(config.precision, config.seed, config.trainer.max_steps, decision)
         self.scaler = LossScaler(config.precision.loss_scaling)
         self.spikes = SpikePolicy(config.spikes)
         self.state = TrainState(self.step_tokens)
@@ -77,9 +77,9 @@ class LanguageModule(pl.LightningModule):
         if hasattr(self, "model"):
             return
         layout, device = self.trainer.strategy.layout, self.trainer.strategy.root_device
-        self.parallel = ParallelModel.build(self.config, layout, device, self.quantisation, self.initial)
+        self.parallel = ParallelModel.build(self.config, layout, device, self.quantization, self.initial)
         self.model = self.parallel.model
-        self.quantisation.watch_overflow(self.model)
+        self.quantization.watch_overflow(self.model)
         self.validation = Validation(self.parallel, self.source_names, self.config.data.watched, device)
 
     @property
@@ -104,7 +104,7 @@ class LanguageModule(pl.LightningModule):
         return self.train_step.optimizer
 
     def on_fit_start(self) -> None:
-        if self.trainer.is_global_zero and (line := self.quantisation.describe()):
+        if self.trainer.is_global_zero and (line := self.quantization.describe()):
             print(line, flush=True)
 
     def on_train_start(self) -> None:

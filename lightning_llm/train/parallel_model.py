@@ -21,7 +21,7 @@ from lightning_llm.parallel.tp import loss_sum_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.buffers import keeping_blocks
 from lightning_llm.plan.memory.units import micro_batches_per_rank
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.quantization import Quantization
 
 
 @dataclass
@@ -37,7 +37,7 @@ class ParallelModel:
     sequence_sharder: SequenceSharder
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     """(logits [B, T, V] of this rank, labels [B, T]) -> sum of losses, fp32."""
-    quantisation: Quantisation
+    quantization: Quantization
 
     @classmethod
     def build(
@@ -45,7 +45,7 @@ class ParallelModel:
         config: Config,
         layout: Layout,
         device: torch.device,
-        quantisation: Quantisation,
+        quantization: Quantization,
         initial: InitialSlice | None = None,
         fill: Fill = materialise,
     ) -> "ParallelModel":
@@ -59,22 +59,22 @@ class ParallelModel:
             model = Decoder(config.model, compute_dtype=DTYPES[precision.compute_dtype])
         if layout.degrees.pp > 1:
             check_auxiliary_losses(model, length)
-        quantisation.swap(model, config.model.num_layers, device.type, layout.shards)
+        quantization.swap(model, config.model.num_layers, device.type, layout.shards)
         syncs = apply_parallel(model, layout, precision, config.seed, length, device, initial, fill)
         micro_batches = micro_batches_per_rank(config, layout.degrees)
-        native = quantisation.decision.runs == "native"
-        quantisation.keep_weight_casts(model, keeping_blocks(config, layout.degrees, micro_batches, native))
+        native = quantization.decision.runs == "native"
+        quantization.keep_weight_casts(model, keeping_blocks(config, layout.degrees, micro_batches, native))
         pipeline = None
         if layout.degrees.pp > 1:
             pipeline = Pipeline(syncs, layout, config.data, micro_batches, device)
         loss_sum = loss_sum_of(layout, device, config.model.output_z_loss or 0.0)
-        return cls(model, layout, syncs, pipeline, SequenceSharder(layout), loss_sum, quantisation)
+        return cls(model, layout, syncs, pipeline, SequenceSharder(layout), loss_sum, quantization)
 
     @classmethod
-    def in_this_process(cls, model: Any, quantisation: Any = None) -> "ParallelModel":
+    def in_this_process(cls, model: Any, quantization: Any = None) -> "ParallelModel":
         """Return a `ParallelModel` for `model`, a decoder or a compatible callable, on a single rank."""
         layout = Layout(ParallelConfig(name="single"), Degrees())
-        return cls(model, layout, [], None, SequenceSharder(layout), next_token_loss_sum, quantisation)
+        return cls(model, layout, [], None, SequenceSharder(layout), next_token_loss_sum, quantization)
 
     def logits(self, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
         """Return this rank's logits of its `tokens`; None on pipeline stages before the last. Collective."""

@@ -24,7 +24,7 @@ from lightning_llm.parallel.whole_matrices import WholeMatrices
 from lightning_llm.train.algorithm import Algorithm
 from lightning_llm.train.distillation import RECORD, Distillation
 from lightning_llm.train.parallel_model import ParallelModel
-from lightning_llm.train.quantisation import LossScaler
+from lightning_llm.train.quantization import LossScaler
 from lightning_llm.train.routing import Routing
 from lightning_llm.train.spikes.policy import SpikePolicy
 from lightning_llm.train.state import TrainState
@@ -124,13 +124,13 @@ class TrainStep:
                 moments and counts are those of the previous step.
         """
         state, model, layout = self.state, self.parallel.model, self.parallel.layout
-        quantisation = self.parallel.quantisation
+        quantization = self.parallel.quantization
         rate = self.learning_rate.set(state.updates)
         self.before_zero_grad()
         self.optimizer.zero_grad(set_to_none=True)
-        quantisation.begin_step(model, state.completed_steps)
+        quantization.begin_step(model, state.completed_steps)
 
-        with quantisation.weights_held(model):
+        with quantization.weights_held(model):
             losses = self._forward_backward(batch)
         self._reduce_gradients()
         loss = self._reduce_losses(losses)
@@ -140,7 +140,7 @@ class TrainStep:
             act(loss)
 
         parameters = list(model.parameters())
-        found = self.scaler.unscale(parameters, layout, quantisation.take_overflow())
+        found = self.scaler.unscale(parameters, layout, quantization.take_overflow())
         norm = gradient_norm(parameters, layout, self.parallel.copied_parameters)
         judged = layout.reduce(norm.clone(), dist.ReduceOp.MAX, *layout.left_out) if layout.left_out else norm
         overflow = self._read({"loss": loss, **auxiliary, "grad_norm": judged}, found)
@@ -156,14 +156,14 @@ class TrainStep:
                 self.routing.update_biases()
         self.algorithm.after_update(state.completed_steps + 1, record)
         self.scaler.update(overflow)
-        quantisation.end_step(model, self._largest_amax)
+        quantization.end_step(model, self._largest_amax)
         state.count_step(skipped)
         return loss
 
     def repeat(self, batch: Batch) -> None:
         """Repeat forward and backward of the step in progress and keep the gradients, to diagnose a failed step."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.parallel.quantisation.undo_step()
+        self.parallel.quantization.undo_step()
         self._forward_backward(batch)
         self._reduce_gradients()
 
@@ -185,13 +185,13 @@ class TrainStep:
 
     def _run_micro_batches(self, batch: Batch, targets: Tensor) -> Tensor:
         """Run the micro-batches one after another, without a pipeline."""
-        parallel, model, quantisation = self.parallel, self.parallel.model, self.parallel.quantisation
+        parallel, model, quantization = self.parallel, self.parallel.model, self.parallel.quantization
         (sync,), losses = parallel.syncs, []
         indices = parallel.layout.micro_batches(len(batch.tokens))
         for micro_batch, index in enumerate(indices):
             last = micro_batch == len(indices) - 1
             sync.before_backward(micro_batch, last)
-            quantisation.begin_micro_batch(model, self.state.completed_steps, index)
+            quantization.begin_micro_batch(model, self.state.completed_steps, index)
             documents = batch.document_ids[micro_batch] if batch.document_ids is not None else None
             whole = batch.tokens[micro_batch], batch.labels[micro_batch], documents
             tokens, labels, positions, documents = parallel.sequence_sharder(*whole)
@@ -199,7 +199,7 @@ class TrainStep:
             losses.append(loss)
             (learned * self.scaler.scale).backward()
             sync.after_backward(micro_batch, last)
-            quantisation.end_micro_batch(model, self._largest_amax)
+            quantization.end_micro_batch(model, self._largest_amax)
         return torch.stack(losses)
 
     def _losses(
@@ -221,7 +221,7 @@ class TrainStep:
         indices = self.parallel.layout.micro_batches(len(batch.tokens))
 
         def begin(stage: torch.nn.Module, micro_batch: int) -> None:
-            self.parallel.quantisation.begin_micro_batch(stage, self.state.completed_steps, indices[micro_batch])
+            self.parallel.quantization.begin_micro_batch(stage, self.state.completed_steps, indices[micro_batch])
 
         def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
             return self.parallel.loss_sum(logits, labels) / targets

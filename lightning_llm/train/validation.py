@@ -38,14 +38,14 @@ class Validation:
 
     def add(self, batch: ValidationBatch, batch_index: int, step: int) -> None:
         """Add the loss of this rank's batch number `batch_index` with the weights after `step` steps."""
-        model, layout, quantisation = self.parallel.model, self.parallel.layout, self.parallel.quantisation
+        model, layout, quantization = self.parallel.model, self.parallel.layout, self.parallel.quantization
         index = batch_index * layout.degrees.dp + layout.dp_rank  # global index, independent of the number of ranks
-        quantisation.begin_validation_batch(model, step, index)
+        quantization.begin_validation_batch(model, step, index)
         self._score(batch, self.sums[0])
-        if quantisation.changes_forward:
-            with quantisation.high_precision(model):
+        if quantization.changes_forward:
+            with quantization.high_precision(model):
                 self._score(batch, self.sums[1])
-        elif quantisation.recipe.quantises:
+        elif quantization.recipe.quantizes:
             self.sums[1] = self.sums[0]  # both views have the same forward pass
 
     def _score(self, batch: ValidationBatch, sums: Tensor) -> None:

@@ -394,7 +394,7 @@ def test_precision_2026_has_every_recipe_with_a_4_bit_operand():
         recipe.name
         for recipe in shipped_recipes()
         for casts in recipe.cast_sets().values()
-        if any(cast.quantises and cast.number_format.code_bits == 4 for cast in casts.values())
+        if any(cast.quantizes and cast.number_format.code_bits == 4 for cast in casts.values())
     }
     assert baseline == "bf16"
     assert sorted(arms) == sorted(four_bits - {"nvfp4"})  # nvfp4_all_blocks, in a model of so few blocks

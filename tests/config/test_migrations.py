@@ -10,7 +10,7 @@ from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema.migrations import RENAMED
 from lightning_llm.config.yaml_file import config_text
 
-HIGH = ["precision.modules.first_blocks_high_precision=1", "precision.modules.last_fraction_high_precision=0.5"]
+UNQUANTIZED = ["precision.modules.first_blocks_high_precision=1", "precision.modules.last_fraction_high_precision=0.5"]
 
 
 def of_before(text: str) -> str:
@@ -20,7 +20,9 @@ def of_before(text: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("overrides", [["precision=fp8_current"], ["precision=mxfp8", *HIGH], ["precision=bf16"]])
+@pytest.mark.parametrize(
+    "overrides", [["precision=fp8_current"], ["precision=mxfp8", *UNQUANTIZED], ["precision=bf16"]]
+)
 def test_a_config_of_an_earlier_release_is_the_same_run(overrides, tmp_path, small_run):
     config = compose_config(small_run(tmp_path, *overrides))
     file = tmp_path / "config.yaml"
@@ -33,7 +35,7 @@ def test_a_config_of_an_earlier_release_is_the_same_run(overrides, tmp_path, sma
 
 def test_hashes_are_those_of_the_first_names(tmp_path, small_run):
     """Computed by commit 86360a9, where the keys were called first_blocks_high and last_fraction_high."""
-    precision = compose_config(small_run(tmp_path, "precision=mxfp8", *HIGH)).precision
+    precision = compose_config(small_run(tmp_path, "precision=mxfp8", *UNQUANTIZED)).precision
     assert precision.recipe_hash == "3ee5549842ce"
 
 

@@ -12,10 +12,10 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.schema.cast_kinds import REGISTRIES
 from lightning_llm.config.schema.precision import CastConfig, HadamardConfig
 from lightning_llm.precision.cast import kernel_cache
-from lightning_llm.precision.cast.quantize import quantise, rotate, rotation
+from lightning_llm.precision.cast.quantize import quantize, rotate, rotation
 
 CAST = "{format: e4m3, block: 1x32, scale: mean, rounding: truncate, hadamard: {size: 24, transform: cosine}}"
-HIGH = "{hadamard: {size: 24, transform: cosine}}"
+UNQUANTIZED = "{hadamard: {size: 24, transform: cosine}}"
 
 
 @pytest.fixture
@@ -31,13 +31,13 @@ def registered(monkeypatch):
 
 def test_a_cast_of_own_kinds_is_their_definition_in_float64(registered):
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    made = quantise(x, CastConfig(format="e4m3", block="1x32", scale="mean", rounding="truncate"))
+    made = quantize(x, CastConfig(format="e4m3", block="1x32", scale="mean", rounding="truncate"))
     blocks = x.double().reshape(8, 2, 32)
     scale = 2 ** torch.log2(448 / 3 / blocks.abs().mean(2, keepdim=True)).floor()
     elements = (blocks * scale).clamp(-448, 448)
     step = 2 ** (torch.log2(elements.abs()).floor().clamp(min=-6) - 3)
     expected = (elements / step).trunc() * step / scale
-    assert torch.equal(made.dequantised.double(), expected.reshape(8, 64))
+    assert torch.equal(made.dequantized.double(), expected.reshape(8, 64))
 
 
 def test_a_transform_of_any_size_is_scipys_and_cancels(registered):
@@ -59,7 +59,7 @@ def test_a_scale_by_rotation_rejects_groups_that_blocks_of_16_do_not_halve_into(
 
 
 def test_a_recipe_of_own_kinds_plans_trains_and_is_probed(registered, small_run, tmp_path, capsys):
-    recipe = [f"precision.fprop.x={CAST}", f"precision.fprop.w={HIGH}", "precision.casts=eager"]
+    recipe = [f"precision.fprop.x={CAST}", f"precision.fprop.w={UNQUANTIZED}", "precision.casts=eager"]
     words = small_run(tmp_path, "precision=bf16", *recipe, "trainer.max_steps=2")
     assert main(["plan", "--json", *words]) == 0
     slots = json.loads(capsys.readouterr().out)["precision"]["slots"]
@@ -70,7 +70,7 @@ def test_a_recipe_of_own_kinds_plans_trains_and_is_probed(registered, small_run,
     capsys.readouterr()
     assert main(["plan", *words, "precision.fprop.x={format: e4m3, block: 32x32, scale: mean}"]) == 2
     assert "scale: mean needs a block 1xN, and block is 32x32" in capsys.readouterr().err
-    assert main(["plan", *words, f"precision.dgrad.dy={CAST}", f"precision.dgrad.w={HIGH}"]) == 2
+    assert main(["plan", *words, f"precision.dgrad.dy={CAST}", f"precision.dgrad.w={UNQUANTIZED}"]) == 2
     assert "precision.dgrad.dy.scale: mean clips, which biases gradients" in capsys.readouterr().err
 
 

@@ -22,7 +22,7 @@ def test_operands_are_compared_in_one_layout(name, shape, engine):
     quantizers = agreement.quantizers_of(ran(recipe))
     for slot, cast in slots_of(recipe).items():
         axis = agreement.axis_of(slot)
-        made = agreement.quantised_by(quantizers[slot.split(".")[1]], x)
+        made = agreement.quantized_by(quantizers[slot.split(".")[1]], x)
         theirs, ours = agreement.stored(made, cast, axis, shape), agreement.emulated(x, cast, axis)
         assert [row.status for row in agreement.compare(slot, theirs, ours)] == ["ok", "ok"]
         wrong = agreement.StoredCodes(theirs.codes ^ 1, theirs.scales * 2)
@@ -65,13 +65,13 @@ def test_agreement_where_both_sides_are_the_emulation(hopper_on_cpu):
 def test_agreement_compares_delayed_scaling_at_scales_that_moved(hopper_on_cpu, monkeypatch):
     recipe, read = load("fp8_delayed"), {}
 
-    def quantised_by(quantizer, tensor):
+    def quantized_by(quantizer, tensor):
         role = next(role for role, given in agreement.tensors().items() if torch.equal(given, tensor))
         read[role] = float(quantizer.scale)
         return right(quantizer, tensor)
 
-    right = agreement.quantised_by
-    monkeypatch.setattr(agreement, "quantised_by", quantised_by)
+    right = agreement.quantized_by
+    monkeypatch.setattr(agreement, "quantized_by", quantized_by)
     found = list(agreement.operands(recipe))
     assert [row.status for row in found] == ["ok"] * 12
     largest = {role: tensor.abs().amax().item() for role, tensor in agreement.tensors().items()}
@@ -111,11 +111,11 @@ def test_agreement_sees_a_compiled_cast_that_is_not_eagers(name, on_cpu, monkeyp
 
 def test_agreement_has_every_recipe_that_quantises(hopper_on_cpu, call, monkeypatch):
     names = [item.name for item in agreement.items(call)]
-    quantising = {name for name, recipe in setting.recipes().items() if recipe.quantises}
+    quantizing = {name for name, recipe in setting.recipes().items() if recipe.quantizes}
     native = list(setting.native_recipes())
     assert names[1 : 1 + len(native)] == native
-    assert {f"{name}: compiled casts" for name in quantising} <= set(names)
-    assert {name for name in quantising if f"{name}: fallback" in names} == quantising - set(setting.native_recipes())
+    assert {f"{name}: compiled casts" for name in quantizing} <= set(names)
+    assert {name for name in quantizing if f"{name}: fallback" in names} == quantizing - set(setting.native_recipes())
     monkeypatch.setattr(setting, "capability_here", lambda accelerator: Capability.none("no GPU"))
     (row,) = next(item for item in agreement.items(call) if item.name == "native recipes").work()
     assert row.status == "not available"

@@ -56,7 +56,7 @@ def test_emulation_prices_every_recipe_and_two_training_steps(hopper_on_cpu, cal
     monkeypatch.setattr(emulation, "TRAINED", ("mxfp8",))
     items = [item.name for item in emulation.items(call)]
     assert items[:2] == ["layers, mxfp8", "a step, mxfp8"]
-    assert len(items) == 1 + len([name for name, recipe in setting.recipes().items() if recipe.quantises])
+    assert len(items) == 1 + len([name for name, recipe in setting.recipes().items() if recipe.quantizes])
     wanted = {"layers, mxfp8", "layers, fp8_current", "a step, mxfp8"}.__contains__
     found = {row.what: row for row in measured("emulation", emulation, call, wanted)}
     step = "llama_1b, a step, mxfp8, emulated: time over bf16's"

@@ -15,7 +15,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import OptimConfig, ParallelConfig
 from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES, ParameterShard
-from lightning_llm.optim.adamw8bit import dequantised, dynamic_map, quantised
+from lightning_llm.optim.adamw8bit import dequantized, dynamic_map, quantized
 from lightning_llm.optim.matrices import on_one_rank
 from lightning_llm.optim.muon import orthogonalised
 from lightning_llm.optim.optimizer import LearningRate, groups_of, initialise_state, role_of
@@ -329,11 +329,11 @@ def test_8_bit_blocks_are_the_same_in_any_shard_of_rows(rows, columns, block, da
     numbers = st.floats(-1e6, 1e6, width=32) if signed else st.floats(0, 1e6, width=32)
     values = data.draw(st.lists(numbers, min_size=rows * columns, max_size=rows * columns))
     whole = torch.tensor(values, dtype=torch.float32).view(rows, columns)
-    codes, scales = quantised(whole, block, signed)
-    shards = [quantised(shard, block, signed) for shard in (whole[:cut], whole[cut:])]
+    codes, scales = quantized(whole, block, signed)
+    shards = [quantized(shard, block, signed) for shard in (whole[:cut], whole[cut:])]
     assert torch.equal(torch.cat([shard[0] for shard in shards]), codes)
     assert torch.equal(torch.cat([shard[1] for shard in shards]), scales)
-    read = dequantised(codes, scales, block, signed)
+    read = dequantized(codes, scales, block, signed)
     assert (read - whole).abs().le(scales.repeat_interleave(block, 1)[:, :columns] * 0.0071).all()
     assert read[whole == 0].eq(0).all()
 

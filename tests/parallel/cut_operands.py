@@ -15,7 +15,7 @@ from lightning_llm.parallel.operand_shards import place_shards
 from lightning_llm.plan.degrees import Degrees, resolve_degrees
 from lightning_llm.plan.divisibility import CONTRACTION
 from lightning_llm.precision.cast.inductor import Backend
-from lightning_llm.precision.linear.module import quantised_layers, set_step_key
+from lightning_llm.precision.linear.module import quantized_layers, set_step_key
 from lightning_llm.precision.linear.operands import LinearCall
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.linear.swap import swap_linears
@@ -64,7 +64,7 @@ def differing(
     place_shards(model, layout, length, torch.device("cpu"))
     set_step_key(model.to_empty(device="cpu"), StepKey(seed=1, step=2, micro_batch=3))
     whole, found = whole_tensors(config, dtype), []
-    layers = {layer.name: layer for layer in quantised_layers(model)}
+    layers = {layer.name: layer for layer in quantized_layers(model)}
     for name, role in (("layers.1.attention.q_proj", "column"), ("layers.1.attention.o_proj", "row")):
         layer = layers[name]
         casts = {slot: cast.model_copy(update={"amax_scope": scope}) for slot, cast in layer.plan.casts.items()}
@@ -77,8 +77,8 @@ def differing(
             def part(tensor: Tensor, operand: str = operand, role: str = role) -> Tensor:
                 return _own(tensor, operand, role, layout, length)
 
-            ours = shards.operand(part(whole[operand]), slot, CONTRACTION[slot]).dequantised()
-            theirs = one.operand(whole[operand], slot, CONTRACTION[slot]).dequantised()
+            ours = shards.operand(part(whole[operand]), slot, CONTRACTION[slot]).dequantized()
+            theirs = one.operand(whole[operand], slot, CONTRACTION[slot]).dequantized()
             if not torch.equal(ours, part(theirs)):
                 found.append(f"{config.precision.name} {role} {slot}")
     return found

@@ -10,7 +10,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.plan.memory.rank_bytes import memory_at
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.precision.cast.quantize import Operand
-from lightning_llm.precision.linear.module import quantised_layers
+from lightning_llm.precision.linear.module import quantized_layers
 from lightning_llm.precision.linear.plan import KeptCasts, WantedCast
 from tests.parallel.traced_run import Trace, difference, traced_run, unsaved_run
 
@@ -27,7 +27,7 @@ class Casts(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx:
             return
-        for layer in quantised_layers(pl_module.model):
+        for layer in quantized_layers(pl_module.model):
             assert isinstance(layer.plan.weight_casts, KeptCasts)
             self._look(layer.plan.weight_casts)
 

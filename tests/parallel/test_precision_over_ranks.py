@@ -19,7 +19,7 @@ class OverflowIn(pl.Callback):
     """Multiplies the gradient of one global micro-batch's loss by infinity, wherever it is computed."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        begin, loss_sum = pl_module.quantisation.begin_micro_batch, pl_module.parallel.loss_sum
+        begin, loss_sum = pl_module.quantization.begin_micro_batch, pl_module.parallel.loss_sum
         current: list[int] = []
 
         def noted(model: Any, step: int, index: int) -> None:
@@ -32,7 +32,7 @@ class OverflowIn(pl.Callback):
                 loss.register_hook(lambda gradient: gradient * float("inf"))
             return loss
 
-        pl_module.quantisation.begin_micro_batch, pl_module.parallel.loss_sum = noted, overflowing
+        pl_module.quantization.begin_micro_batch, pl_module.parallel.loss_sum = noted, overflowing
 
 
 class FirstAmaxes(pl.Callback):
@@ -42,7 +42,7 @@ class FirstAmaxes(pl.Callback):
         self.amaxes: list[float] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        history = pl_module.quantisation.state(pl_module.model)["layers.0.attention.q_proj.amax_history"][:, 0]
+        history = pl_module.quantization.state(pl_module.model)["layers.0.attention.q_proj.amax_history"][:, 0]
         self.amaxes = self.amaxes or history[history > 0].tolist()
 
 

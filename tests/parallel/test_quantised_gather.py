@@ -17,9 +17,9 @@ from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
 from lightning_llm.precision.cast import inductor
-from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.cast.quantize import quantize
 from lightning_llm.precision.linear.gathered import GatheredWeight
-from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.linear.module import QuantizedLinear, quantized_layers
 from lightning_llm.precision.linear.plan import LinearPlan, WantedCast
 from tests.parallel.test_bytes import measured, words_of
 from tests.parallel.traced_run import Trace, difference, traced_run, whole
@@ -40,7 +40,7 @@ class Gathers(pl.Callback):
         self._codes: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        for layer in quantised_layers(pl_module.model):
+        for layer in quantized_layers(pl_module.model):
             layer.register_forward_hook(self._look)
         gathers, decode = self, GatheredWeight.decode
 
@@ -55,11 +55,11 @@ class Gathers(pl.Callback):
         self._restored.start()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        for layer in quantised_layers(pl_module.model):
+        for layer in quantized_layers(pl_module.model):
             cast = layer.plan.casts["fprop.w"]
             delayed = None if cast.scale != "delayed" or layer.scale is None else layer.scale[1]
             if cast.scale != "delayed" or delayed is not None:
-                self._codes[layer.name] = quantise(whole(layer.weight).bfloat16(), cast, delayed=delayed).codes
+                self._codes[layer.name] = quantize(whole(layer.weight).bfloat16(), cast, delayed=delayed).codes
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._codes.clear()
@@ -67,7 +67,7 @@ class Gathers(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._restored.stop()
 
-    def _look(self, layer: QuantisedLinear, *_: Any) -> None:
+    def _look(self, layer: QuantizedLinear, *_: Any) -> None:
         if layer.plan.weight_casts is not None and layer.plan.weight_casts.gathered is not None:
             self.layers.add(layer.name)
 
@@ -150,7 +150,7 @@ def test_shards_that_cut_blocks_have_the_codes_and_operands_of_the_whole(keys, r
     """Also with a part of a block at the end, and on ranks without rows."""
     cast = CastConfig(format="e4m3", **keys)
     casts = dict.fromkeys(("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"), cast)
-    layer = QuantisedLinear("a", torch.nn.Linear(200, 290, bias=False), LinearPlan(casts, "eager"))
+    layer = QuantizedLinear("a", torch.nn.Linear(200, 290, bias=False), LinearPlan(casts, "eager"))
     weight = torch.randn(290, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight[140] *= 64
     gathered, rows = GatheredWeight(layer), -(-290 // ranks_of_weight)
@@ -159,7 +159,7 @@ def test_shards_that_cut_blocks_have_the_codes_and_operands_of_the_whole(keys, r
     gathered.amax = torch.stack(amaxes).amax(0)
     scaled = gathered.scales(weight[:0], cast)
     codes = torch.cat([gathered.codes(shard, cast, scaled, row) for shard, row in shards])
-    assert torch.equal(codes, quantise(weight, cast).codes)
+    assert torch.equal(codes, quantize(weight, cast).codes)
     values = torch.empty_like(weight)
     gathered.decode(codes, values, cast)
     gathered.gathered = scaled
@@ -167,7 +167,7 @@ def test_shards_that_cut_blocks_have_the_codes_and_operands_of_the_whole(keys, r
         ours = gathered.operand(WantedCast(slot, casts, False, lambda: values, lambda: None))
         theirs = inductor.operand(weight, cast, axis, "eager")
         assert torch.equal(ours.tensor, theirs.tensor)
-        assert torch.equal(ours.dequantised(), theirs.dequantised())
+        assert torch.equal(ours.dequantized(), theirs.dequantized())
 
 
 REFUSED = [

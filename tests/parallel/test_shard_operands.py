@@ -18,7 +18,7 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.divisibility import CONTRACTION, SHARD_AXES, sharding_problems
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.inductor import Backend
-from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.module import QuantizedLinear
 from lightning_llm.precision.linear.operands import Given, LinearCall
 from lightning_llm.precision.linear.plan import LinearPlan
 from tests.parallel.cut_operands import BY_DEFINITION, degrees_of, differing, words_of
@@ -31,7 +31,7 @@ WHOLE_AXES = ("fp8_rowwise", "fp8_rowwise_gw_hp", "int8_rowwise", "nvfp4_fwd_mxf
 RECIPES = [
     name
     for name in ALL_RECIPES
-    if load(name).quantises and name not in WHOLE_AXES and load(name).modules.include == ("*",)
+    if load(name).quantizes and name not in WHOLE_AXES and load(name).modules.include == ("*",)
 ]
 MIX = 'precision.modules.casts=[{names: ["*.o_proj"], recipe: mxfp4_sr}]'
 
@@ -66,8 +66,8 @@ def test_shard_scope_takes_the_scale_of_the_shard(ranks):
     """As Transformer Engine does natively; the default scope reduces over the other ranks instead."""
     config = compose_config(words_of("fp8_current_e4m3"))
     found = ranks(4).call(differing_slots, [config], "shard")
-    quantised = {slot for slot, cast in slots_of(config.precision).items() if cast.quantises}
-    assert {each.split()[2] for each in found} == quantised
+    quantized = {slot for slot, cast in slots_of(config.precision).items() if cast.quantizes}
+    assert {each.split()[2] for each in found} == quantized
 
 
 LAYERS = {
@@ -86,28 +86,28 @@ def noted_operands(config: Config, unsharded: str | None = None) -> list[Noted] 
     """
     noted: Noted = {}
     names: dict[int, str] = {}  # plans by identity: a call does not know its layer
-    operand, place, table = LinearCall.operand, QuantisedLinear.multiply, dict(SHARD_AXES[unsharded or "column"])
+    operand, place, table = LinearCall.operand, QuantizedLinear.multiply, dict(SHARD_AXES[unsharded or "column"])
 
-    def multiply(layer: QuantisedLinear, *tensors: Any) -> Tensor:
+    def multiply(layer: QuantizedLinear, *tensors: Any) -> Tensor:
         names[id(layer.plan)] = layer.name
         return place(layer, *tensors)
 
     def note(call: LinearCall, source: Given, slot: str, axis: int) -> Any:
         made = operand(call, source, slot, axis)
         name = names[id(call.plan)]
-        if name in LAYERS and call.plan.casts[slot].quantises and (name, slot) not in noted:
+        if name in LAYERS and call.plan.casts[slot].quantizes and (name, slot) not in noted:
             casts = LinearPlan(call.plan.casts, "eager")
             x = source() if callable(source) else source
-            noted[name, slot] = x.detach().clone(), made.dequantised(), casts, call.keys
+            noted[name, slot] = x.detach().clone(), made.dequantized(), casts, call.keys
         return made
 
-    LinearCall.operand, QuantisedLinear.multiply = note, multiply
+    LinearCall.operand, QuantizedLinear.multiply = note, multiply
     if unsharded is not None:
         SHARD_AXES[unsharded]["dy"] = None
     try:
         run_with(config, saves=False)
     finally:
-        LinearCall.operand, QuantisedLinear.multiply = operand, place
+        LinearCall.operand, QuantizedLinear.multiply = operand, place
         SHARD_AXES[unsharded or "column"].update(table)
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_ranks, noted)
@@ -126,7 +126,7 @@ def slots_unlike_the_whole(of_ranks: list[Noted]) -> set[tuple[str, str]]:
             for part in (0, 1)
         )
         whole = LinearCall(casts, keys, None).operand(given, slot, CONTRACTION[slot])
-        if not torch.equal(whole.dequantised(), made):
+        if not torch.equal(whole.dequantized(), made):
             found.add((role, slot))
     return found
 
@@ -154,7 +154,7 @@ def operands_of_a_run(ranks, small_run, tmp_path):
     return run
 
 
-QUANTISED = {(role, slot) for role in BY_DEFINITION for slot in CONTRACTION}
+QUANTIZED = {(role, slot) for role in BY_DEFINITION for slot in CONTRACTION}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ QUANTISED = {(role, slot) for role in BY_DEFINITION for slot in CONTRACTION}
 def test_operands_of_a_run_are_the_parts_of_the_whole_ones(recipe, once, operands_of_a_run):
     """All six slots of a linear of each role, of the tensors that training made; `once`: dgrad's serve wgrad."""
     of_ranks = operands_of_a_run(recipe, "tp", 2, layers="gla, attention")
-    made = {(role, slot) for role, slot in QUANTISED if slot not in once}
+    made = {(role, slot) for role, slot in QUANTIZED if slot not in once}
     assert {(LAYERS[name], slot) for name, slot in of_ranks[0]} == made
     assert slots_unlike_the_whole(of_ranks) == set()
 

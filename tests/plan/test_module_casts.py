@@ -10,7 +10,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
-from lightning_llm.config.schema.precision import HIGH, slots_of
+from lightning_llm.config.schema.precision import UNQUANTIZED, slots_of
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.resolve import DerivedConfig
 from lightning_llm.precision.native.decide import DEVICES
@@ -55,7 +55,7 @@ def test_a_rule_copies_the_slots_of_another_recipe_into_the_config(folder, tmp_p
     config = composed(folder, "precision=mixed")
     check_config(config)
     recipe = config.precision
-    assert set(recipe.casts_under(0).values()) == {HIGH}
+    assert set(recipe.casts_under(0).values()) == {UNQUANTIZED}
     assert recipe.casts_under(1) == slots_of(compose_config(["precision=mxfp8"]).precision)
     assert recipe.casts_under(None) == slots_of(compose_config(["precision=nvfp4_all_blocks"]).precision)
     file = tmp_path / "config.yaml"  # as a run writes it, read where nobody knows of mxfp8

@@ -258,11 +258,11 @@ def test_a_mixture_of_formats_has_a_peak_of_its_own():
     config = config_of("parallel=zero3", "world=64", "precision=fp8_current")
     model, step = config.model, StepTimer(plan_of(config), CLUSTER).time
     recipe = config.precision.modules
-    quantised = model.num_layers - recipe.first_blocks_high_precision - recipe.last_blocks_high_precision
+    quantized = model.num_layers - recipe.first_blocks_high_precision - recipe.last_blocks_high_precision
     each = count_parameters(model).linear // model.num_layers
     attention = 12 * model.num_layers * model.num_heads * model.attention_head_dim * 4096 / 2
-    fp8 = 6 * each * quantised
-    bf16 = 6 * each * (model.num_layers - quantised) + 6 * model.vocab_size * model.hidden_size + attention
+    fp8 = 6 * each * quantized
+    bf16 = 6 * each * (model.num_layers - quantized) + 6 * model.vocab_size * model.hidden_size + attention
     assert step.needed.flops == pytest.approx({"fp8": fp8, "bf16": bf16})
     peak = (fp8 + bf16) / (fp8 / 1979e12 + bf16 / PEAK)
     assert step.needed.peak == pytest.approx(peak)

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.module import QuantizedLinear
 from lightning_llm.precision.linear.plan import LinearPlan
 
 M, K, N = 192, 256, 128
@@ -11,7 +11,7 @@ M, K, N = 192, 256, 128
 def layer_of(recipe, bias=False, n=N, k=K, seed=0):
     torch.manual_seed(seed)
     linear = torch.nn.Linear(k, n, bias=bias)
-    return QuantisedLinear("layers.0.q_proj", linear, LinearPlan.from_recipe(recipe, "eager"))
+    return QuantizedLinear("layers.0.q_proj", linear, LinearPlan.from_recipe(recipe, "eager"))
 
 
 def tensors(dtype, wide=False):

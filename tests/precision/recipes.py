@@ -31,7 +31,7 @@ def load(name):
     return PrecisionConfig.model_validate(OmegaConf.to_container(OmegaConf.load(FOLDER / f"{name}.yaml"), resolve=True))
 
 
-CASTS = {f"{name}:{slot}": cast for name in RECIPES for slot, cast in slots_of(load(name)).items() if cast.quantises}
+CASTS = {f"{name}:{slot}": cast for name in RECIPES for slot, cast in slots_of(load(name)).items() if cast.quantizes}
 SHIPPED = {cast: label for label, cast in CASTS.items()}
 """Every cast that quantises by "recipe:slot", and each of them once, with the last of its names."""
 KINDS = {

@@ -227,7 +227,7 @@ def linear(x, w, dy, recipe: PrecisionConfig, noise, signs, delayed, bf16):
     def operand(tensor, slot):
         gemm, role = slot.split(".")
         how = getattr(getattr(recipe, gemm), role)
-        if not how.quantises:
+        if not how.quantizes:
             return tensor, None
         return cast(rotated(tensor, how, signs[gemm], bf16), how, noise.get(slot), delayed.get(role))
 

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from lightning_llm.__main__ import main
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
-from lightning_llm.precision.cast.quantize import quantise
-from lightning_llm.precision.linear.autograd import quantised_linear
+from lightning_llm.precision.cast.quantize import quantize
+from lightning_llm.precision.linear.autograd import quantized_linear
 from lightning_llm.precision.linear.grouped import row_multiple
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.linear.weight_rules import kept_bytes
@@ -34,8 +34,8 @@ def every_bf16():
 @pytest.mark.parametrize("fmt", FLOATS, ids=lambda fmt: fmt.name)
 def test_a_format_by_its_grid_is_the_format_of_that_name(fmt):
     x = every_bf16()
-    named, given = (quantise(x, cast_of(format=each, scale="unit")) for each in (fmt.name, grid_of(fmt)))
-    assert torch.equal(given.dequantised, named.dequantised)
+    named, given = (quantize(x, cast_of(format=each, scale="unit")) for each in (fmt.name, grid_of(fmt)))
+    assert torch.equal(given.dequantized, named.dequantized)
 
 
 def test_a_grid_has_a_name_that_reads_back_and_a_hash_of_its_own():
@@ -97,8 +97,8 @@ def rowwise(x, axis):
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rows_are_torchaos_rowwise_fp8(axis):
     x = (torch.randn(48, 80, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 80)).bfloat16()
-    made = quantise(x, cast_of(format="e4m3", block="row", scale="power_of_two"), axis)
-    assert np.array_equal(made.dequantised.double().numpy(), rowwise(x.double().numpy(), axis))
+    made = quantize(x, cast_of(format="e4m3", block="row", scale="power_of_two"), axis)
+    assert np.array_equal(made.dequantized.double().numpy(), rowwise(x.double().numpy(), axis))
     assert made.stored_scale.shape == ((48, 1) if axis == 1 else (1, 80))
 
 
@@ -111,10 +111,10 @@ def test_products_of_rows_and_of_any_blocks_are_those_of_the_dequantised_operand
     a, b = cast_of(format="int8", block=block), cast_of(format="e4m3", block=other)
     casts = {"fprop.x": a, "fprop.w": b, "dgrad.dy": a, "dgrad.w": b, "wgrad.dy": b, "wgrad.x": a}
     x, w = x.requires_grad_(), w.requires_grad_()
-    y = quantised_linear(x, w, None, LinearPlan(casts, "eager"))
+    y = quantized_linear(x, w, None, LinearPlan(casts, "eager"))
     y.backward(dy)
     q = {
-        slot: quantise(tensor.detach(), casts[slot], axis).dequantised.double()
+        slot: quantize(tensor.detach(), casts[slot], axis).dequantized.double()
         for slot, tensor, axis in (
             ("fprop.x", x, 1), ("fprop.w", w, 1), ("dgrad.dy", dy, 1), ("dgrad.w", w, 0), ("wgrad.dy", dy, 0),
             ("wgrad.x", x, 0),
@@ -140,7 +140,7 @@ def test_even_exponents_are_torchaos(name):
     fmt = NUMBER_FORMATS[name]
     amax = every_bf16().flatten()
     amax = amax[amax >= 2.0**-120]
-    made = quantise(amax[:, None].expand(-1, 32), cast_of(format=name, block="1x32", scale="e8m0_even"))
+    made = quantize(amax[:, None].expand(-1, 32), cast_of(format=name, block="1x32", scale="e8m0_even"))
     wide = amax.double().numpy()
     step = 2.0 ** (np.floor(np.log2(wide)) - fmt.mantissa_bits)
     exponent = np.log2(np.floor(wide / step + 0.5) * step)
@@ -152,9 +152,9 @@ def test_even_exponents_are_torchaos(name):
 def test_the_largest_bf16_numbers_have_the_largest_exponent_in_formats_below_one(scale):
     x = torch.full((1, 32), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
     grid = {"mantissa": 1, "min_exponent": -4, "max_exponent": -2}
-    made = quantise(x, cast_of(format=grid, block="1x32", scale=scale))
+    made = quantize(x, cast_of(format=grid, block="1x32", scale=scale))
     assert made.stored_scale.eq(254).all()
-    assert made.dequantised.eq(0.375 * 2.0**127).all()  # saturated at the format's largest
+    assert made.dequantized.eq(0.375 * 2.0**127).all()  # saturated at the format's largest
 
 
 def test_stochastic_casts_with_headroom_are_unbiased_where_scales_round_down():
@@ -166,7 +166,7 @@ def test_stochastic_casts_with_headroom_are_unbiased_where_scales_round_down():
         drift = torch.zeros((), dtype=torch.float64)
         for seed in range(8):
             noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed + 1))
-            made = quantise(x, cast, noise=noise).dequantised
+            made = quantize(x, cast, noise=noise).dequantized
             drift += ((made.abs() - x.abs()).double().sum() / x.abs().double().sum()) / 8
         bias[headroom] = float(drift)
     assert bias[1.0] < -1e-3

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
-from lightning_llm.precision.linear.autograd import quantised_linear
+from lightning_llm.precision.linear.autograd import quantized_linear
 from lightning_llm.precision.linear.plan import KEY_COUNT, LinearPlan
 from lightning_llm.precision.linear.statistics import SUMS, cast_sums, figures
 from tests.precision.recipes import RECIPES, load, sample
@@ -19,7 +19,7 @@ def casts_seen(recipe, x, weight, dy, scales=None):
     seen = []
     plan = LinearPlan({**LinearPlan.from_recipe(recipe, "eager").casts}, "eager", observe=seen.append)
     x = x.clone().requires_grad_()
-    y = quantised_linear(x, weight.clone().requires_grad_(), None, plan, torch.arange(KEY_COUNT), scales)
+    y = quantized_linear(x, weight.clone().requires_grad_(), None, plan, torch.arange(KEY_COUNT), scales)
     y.backward(dy)
     return seen
 
@@ -36,12 +36,12 @@ def tensors(spread=6.0):
     return x, weight, dy
 
 
-@pytest.mark.parametrize("name", sample([name for name in RECIPES if load(name).quantises]))
+@pytest.mark.parametrize("name", sample([name for name in RECIPES if load(name).quantizes]))
 def test_sums_are_those_of_the_definitions(name):
     scales = torch.tensor([3.0, 5.0, 1e5])
     for seen in casts_seen(load(name), *tensors(), scales):
         x = seen.rounded.detach().double().numpy()
-        q = seen.operand.dequantised().double().numpy()
+        q = seen.operand.dequantized().double().numpy()
         sums, span = cast_sums(seen)
         got = dict(zip(SUMS, sums.tolist(), strict=True))
         assert got["elements"] == x.size
@@ -91,7 +91,7 @@ def test_non_finite_elements_are_counted_and_excluded(name):
     seen = casts_seen(load(name), x, weight, dy)[0]
     sums = dict(zip(SUMS, cast_sums(seen)[0].tolist(), strict=True))
     assert sums["non_finite"] == 2
-    usable = torch.isfinite(seen.rounded) & torch.isfinite(seen.operand.dequantised())
+    usable = torch.isfinite(seen.rounded) & torch.isfinite(seen.operand.dequantized())
     assert sums["elements"] == usable.sum()
     kept = seen.rounded.detach().double()[usable]
     assert sums["signal"] == pytest.approx((kept**2).sum().item(), rel=1e-5)
@@ -124,5 +124,5 @@ def test_every_cast_is_seen_once():
     for name in ("mxfp8", "quartet", "mxfp4_sr_fp8"):
         recipe = load(name)
         seen = casts_seen(recipe, *tensors(1.0), torch.ones(3))
-        quantised = [slot for slot, cast in LinearPlan.from_recipe(recipe, "eager").casts.items() if cast.quantises]
-        assert sorted(each.slot for each in seen) == sorted(quantised)
+        quantized = [slot for slot, cast in LinearPlan.from_recipe(recipe, "eager").casts.items() if cast.quantizes]
+        assert sorted(each.slot for each in seen) == sorted(quantized)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_llm.precision.cast import inductor
-from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.cast.quantize import quantize
 from tests.precision import reference
 from tests.precision.recipes import DISTINCT, load
 
@@ -71,10 +71,10 @@ def label(cast):
 @pytest.mark.parametrize("cast", DISTINCT, ids=label)
 def test_degenerate_blocks_are_cast_as_specified(cast, kind):
     x, noise = made(kind), noise_of(cast)
-    found = quantise(x, cast, noise=noise, delayed=torch.tensor(DELAYED))
+    found = quantize(x, cast, noise=noise, delayed=torch.tensor(DELAYED))
     wanted, inside = reference.cast(x.double().numpy(), cast, noise.double().numpy(), DELAYED)
     assert np.isfinite(wanted).all()
-    error = np.abs(found.dequantised.double().numpy() - wanted)
+    error = np.abs(found.dequantized.double().numpy() - wanted)
     wrong = ~(error <= 2.0**-22 * np.abs(wanted) + 2.0**-148)
     assert not wrong.any()
     if inside is not None:
@@ -92,7 +92,7 @@ def test_quest_of_blocks_of_negative_variance_is_finite():
     moments = [[reference.by_halves(each) / np.float32(32) for each in (b, b * b)] for b in x.reshape(-1, 32).numpy()]
     assert min(square - mean * mean for mean, square in moments) < 0
     wanted, _ = reference.cast(x.double().numpy(), cast)
-    assert np.array_equal(quantise(x, cast).dequantised.double().numpy(), wanted)
+    assert np.array_equal(quantize(x, cast).dequantized.double().numpy(), wanted)
 
 
 @pytest.mark.parametrize("cast", DISTINCT, ids=label)
@@ -103,7 +103,7 @@ def test_a_nan_spoils_its_block_or_its_element_alone(cast):
     without[70, 40] = 0.0
     x[70, 40] = torch.nan
     found, plain = (
-        quantise(each, cast, noise=noise, delayed=torch.tensor(DELAYED)).dequantised for each in (x, without)
+        quantize(each, cast, noise=noise, delayed=torch.tensor(DELAYED)).dequantized for each in (x, without)
     )
     spoiled = torch.zeros(SIZE, SIZE, dtype=torch.bool)
     if cast.scale in ("e8m0_floor", "e8m0_even", "quest"):

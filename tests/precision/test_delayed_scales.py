@@ -7,7 +7,7 @@ from lightning_llm.config.schema.precision import DelayedConfig
 from lightning_llm.precision.linear import delayed
 from lightning_llm.precision.linear.delayed import delayed_state, load_delayed_state, update_delayed
 from lightning_llm.precision.linear.module import set_recipe
-from tests.precision.quantised_layer import layer_of, run, tensors
+from tests.precision.quantized_layer import layer_of, run, tensors
 from tests.precision.recipes import load
 
 

@@ -5,8 +5,8 @@ import torch
 
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import inductor
-from lightning_llm.precision.cast.quantize import quantise, rotate, rotation
-from lightning_llm.precision.linear.autograd import quantised_linear
+from lightning_llm.precision.cast.quantize import quantize, rotate, rotation
+from lightning_llm.precision.linear.autograd import quantized_linear
 from lightning_llm.precision.linear.operands import LinearCall
 from lightning_llm.precision.linear.plan import KEY_COUNT, LinearPlan
 from tests.precision import reference
@@ -27,16 +27,16 @@ def test_a_cast_is_that_of_the_authors_kernel():
     noise = torch.rand(48, 384, generator=generator)
     for axis in (0, 1):
         given, its = (x, noise) if axis == 1 else (x.T.contiguous(), noise.T.contiguous())
-        made = quantise(given, EDEN, axis, noise=its)
+        made = quantize(given, EDEN, axis, noise=its)
         expected = reference.eden(x.double().numpy(), EDEN, noise.numpy())
-        found = (made.dequantised if axis == 1 else made.dequantised.T).double().numpy()
+        found = (made.dequantized if axis == 1 else made.dequantized.T).double().numpy()
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_the_operand_is_the_cast_of_its_keyed_noise_and_a_key_is_needed():
     x, key = torch.randn(32, 256, generator=torch.Generator().manual_seed(1)).bfloat16(), torch.tensor(5)
-    first, again = (inductor.operand(x, EDEN, 1, "eager", key=each).dequantised() for each in (key, key))
-    other = inductor.operand(x, EDEN, 1, "eager", key=key + 1).dequantised()
+    first, again = (inductor.operand(x, EDEN, 1, "eager", key=each).dequantized() for each in (key, key))
+    other = inductor.operand(x, EDEN, 1, "eager", key=key + 1).dequantized()
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert EDEN.stochastic
@@ -53,7 +53,7 @@ def test_it_is_unbiased_over_random_rotations_and_nearest_rounding_is_not():
         for _ in range(600):
             s = rotation(128, torch.randint(0, 2, (128,), generator=generator) * 2.0 - 1, x.device)
             noise = torch.rand(1, 128, generator=generator)
-            made = quantise(rotate(x, s, 1, torch.float32), cast, noise=noise).dequantised @ s.T
+            made = quantize(rotate(x, s, 1, torch.float32), cast, noise=noise).dequantized @ s.T
             along.append(float((made * x).sum() / (x * x).sum()) - 1)
         drift[name] = np.mean(along) / (np.std(along) / len(along) ** 0.5)
     assert abs(drift["eden"]) < 4
@@ -66,17 +66,17 @@ def test_a_linear_layer_multiplies_the_casts_of_quartet_ii():
     x, w, dy = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((256, 96), (128, 96), (256, 128)))
     x, w, keys = x.requires_grad_(), w.requires_grad_(), torch.arange(1000, 1000 + KEY_COUNT)
     plan = LinearPlan.from_recipe(recipe, "eager")
-    y = quantised_linear(x, w, None, plan, keys)
+    y = quantized_linear(x, w, None, plan, keys)
     y.backward(dy)
     call = LinearCall(plan, keys, None)
     forward = {
-        role: call.operand(each.detach(), f"fprop.{role}", 1).dequantised() for role, each in (("x", x), ("w", w))
+        role: call.operand(each.detach(), f"fprop.{role}", 1).dequantized() for role, each in (("x", x), ("w", w))
     }
     given = {
         "dgrad.dy": (dy, 1), "dgrad.w": (forward["w"].bfloat16(), 0),
         "wgrad.dy": (dy, 0), "wgrad.x": (forward["x"].bfloat16(), 0),
     }  # fmt: skip
-    q = {slot: call.operand(each, slot, axis).dequantised().double() for slot, (each, axis) in given.items()}
+    q = {slot: call.operand(each, slot, axis).dequantized().double() for slot, (each, axis) in given.items()}
     for found, expected in (
         (y, forward["x"].double() @ forward["w"].double().T),
         (x.grad, q["dgrad.dy"] @ q["dgrad.w"]),

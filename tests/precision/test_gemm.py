@@ -44,7 +44,7 @@ def test_partial_sums_are_scaled_in_the_order_of_the_blocks(depth, left, right):
     b = operand_of_integers(N, depth, right, 0, generator)
     product = multiply(a, b, torch.float32, "eager")
     assert torch.equal(product, by_the_specification(a, b, min(left, right)))
-    assert not torch.equal(product, a.dequantised() @ b.dequantised())  # the sum is not that of one GEMM
+    assert not torch.equal(product, a.dequantized() @ b.dequantized())  # the sum is not that of one GEMM
 
 
 @pytest.mark.parametrize(("x_cast", "w_cast"), [
@@ -59,8 +59,8 @@ def test_products_agree_with_float64(x_cast, w_cast):
     w, bias = torch.randn(N, depth, generator=generator).bfloat16(), torch.randn(N, generator=generator)
     made = []
     for tensor, cast in ((x, x_cast), (w, w_cast)):
-        made.append(inductor.operand(tensor, cast, 1, "eager") if cast.quantises else Operand(tensor))
-    left, right = (each.dequantised().double() for each in made)
+        made.append(inductor.operand(tensor, cast, 1, "eager") if cast.quantizes else Operand(tensor))
+    left, right = (each.dequantized().double() for each in made)
     product = multiply(made[0], made[1].flipped, torch.float32, "eager", bias)
     bound = 10 * 2.0**-24 * (left.abs() @ right.abs().T + bias.abs())
     assert ((product - (left @ right.T + bias)).abs() <= bound).all()

@@ -8,8 +8,8 @@ from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.compose import compose_config
 from lightning_llm.linalg.grouped import GroupedLinear, Groups
 from lightning_llm.precision.linear.delayed import delayed_state, update_delayed
-from lightning_llm.precision.linear.grouped import QuantisedGroupedLinear, row_multiple
-from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers, set_step_key
+from lightning_llm.precision.linear.grouped import QuantizedGroupedLinear, row_multiple
+from lightning_llm.precision.linear.module import QuantizedLinear, quantized_layers, set_step_key
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.linear.swap import swap_linears
 
@@ -38,13 +38,13 @@ def test_each_expert_is_a_layer_of_its_own(name):
     linear = GroupedLinear(3, 256, 128)
     nn.init.normal_(linear.weight)
     plan = LinearPlan.from_recipe(recipe, "eager")
-    grouped = as_model(QuantisedGroupedLinear("layers.0.up_proj", linear, plan, multiple))
+    grouped = as_model(QuantizedGroupedLinear("layers.0.up_proj", linear, plan, multiple))
     alone = nn.ModuleList()
     for number, weight in enumerate(linear.weight.detach().chunk(3)):
         part = nn.Linear(256, 128, bias=False)
         part.weight.data.copy_(weight)
-        alone.append(QuantisedLinear(f"layers.0.up_proj.{number}", part, plan))
-    assert [layer.name for layer in quantised_layers(grouped)] == [layer.name for layer in alone]
+        alone.append(QuantizedLinear(f"layers.0.up_proj.{number}", part, plan))
+    assert [layer.name for layer in quantized_layers(grouped)] == [layer.name for layer in alone]
     for micro_batch in range(2):
         for model in (grouped, alone):
             set_step_key(model, StepKey(0, 3, micro_batch))
@@ -75,7 +75,7 @@ def test_zero_rows_fill_up_blocks_and_change_nothing():
     plan = LinearPlan.from_recipe(recipe_of("mxfp8"), "eager")
     linear = GroupedLinear(1, 64, 32)
     nn.init.normal_(linear.weight)
-    layer = QuantisedGroupedLinear("layers.0.up_proj", linear, plan, 32)
+    layer = QuantizedGroupedLinear("layers.0.up_proj", linear, plan, 32)
     x = torch.randn(20, 64, dtype=torch.bfloat16)
     padded = torch.cat([x, torch.zeros(12, 64, dtype=torch.bfloat16)])
     y = layer(padded, Groups(torch.tensor([32]), 32))
@@ -93,10 +93,10 @@ def test_zero_rows_fill_up_blocks_and_change_nothing():
 def test_the_swap_goes_by_the_name_of_the_group():
     model = as_model(GroupedLinear(2, 64, 64))
     swap_linears(model, recipe_of("mxfp8"), 1, "cpu")
-    assert isinstance(model.layers["0"].up_proj, QuantisedGroupedLinear)
+    assert isinstance(model.layers["0"].up_proj, QuantizedGroupedLinear)
     assert model.layers["0"].up_proj.row_multiple == 32
     model.eval()
-    assert not any(layer.training for layer in quantised_layers(model))
+    assert not any(layer.training for layer in quantized_layers(model))
     kept = as_model(GroupedLinear(2, 64, 64))
     kept.layers["0"].other = nn.Linear(64, 64)
     recipe = compose_config(["precision=mxfp8", "precision.modules.exclude=['*.up_proj']"]).precision

@@ -189,7 +189,7 @@ def test_everything_that_shapes_a_kernel_is_in_its_key(x):
 
 
 CASTS = dict.fromkeys(
-    cast for name in RECIPES for casts in load(name).cast_sets().values() for cast in casts.values() if cast.quantises
+    cast for name in RECIPES for casts in load(name).cast_sets().values() for cast in casts.values() if cast.quantizes
 )
 
 

@@ -10,17 +10,17 @@ from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.random_bits import random_signs, uniform_noise
 from lightning_llm.precision.linear.delayed import update_delayed
 from lightning_llm.precision.linear.module import (
-    QuantisedLinear,
-    quantised_layers,
+    QuantizedLinear,
+    quantized_layers,
     recompute_contexts,
     set_step_key,
 )
 from lightning_llm.precision.linear.plan import ROLES, SLOT_NAMES, LinearPlan
 from tests.precision import reference
-from tests.precision.quantised_layer import K, M, N, layer_of, run, tensors
+from tests.precision.quantized_layer import K, M, N, layer_of, run, tensors
 from tests.precision.recipes import RECIPES, load, sample
 
-QUANTISED = sample([name for name in RECIPES if load(name).quantises and name != "quartet_ii"])
+QUANTIZED = sample([name for name in RECIPES if load(name).quantizes and name != "quartet_ii"])
 """Recipes with the reference's noise; `test_eden.py` has Quartet II's linear layer."""
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -90,7 +90,7 @@ def allowed(name):
     return 0.02 if any(slot.hadamard for slot in (load(name).dgrad.dy, load(name).wgrad.dy)) else 0.0
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_three_gemms_agree_with_the_specification(name):
     assert worst_disagreement(name) <= allowed(name)
 
@@ -200,10 +200,10 @@ def test_recomputation_gives_the_same_bits_after_other_micro_batches(name):
 def test_module_keeps_names_and_parameters():
     torch.manual_seed(0)
     linear = torch.nn.Linear(8, 4)
-    layer = QuantisedLinear("a", linear, LinearPlan.from_recipe(load("mxfp8"), "eager"))
+    layer = QuantizedLinear("a", linear, LinearPlan.from_recipe(load("mxfp8"), "eager"))
     assert layer.weight is linear.weight
     assert list(layer.state_dict()) == ["weight", "bias"]
-    assert quantised_layers(torch.nn.Sequential(layer)) == [layer]
+    assert quantized_layers(torch.nn.Sequential(layer)) == [layer]
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 48), (1, 48), (33, 48)])

@@ -22,9 +22,9 @@ from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.apply import checkpoint_blocks, compile_blocks
 from lightning_llm.precision.linear.delayed import delayed_state, update_delayed
 from lightning_llm.precision.linear.module import (
-    QuantisedLinear,
+    QuantizedLinear,
     high_precision_forward,
-    quantised_layers,
+    quantized_layers,
     set_recipe,
     set_step_key,
 )
@@ -83,15 +83,15 @@ def trained(recipe: PrecisionConfig, mode: str, compiled: bool) -> Trained:
     initialise(model, 0)
     swap_linears(model, recipe, LAYERS, "cpu", "eager")
     kinds = {tuple(map(type, block.modules())) for block in model.blocks.values()}
-    ways = sum(3 if QuantisedLinear in kind else 2 for kind in kinds)
-    layers = sum(len(quantised_layers(block)) for block in model.blocks.values())
+    ways = sum(3 if QuantizedLinear in kind else 2 for kind in kinds)
+    layers = sum(len(quantized_layers(block)) for block in model.blocks.values())
     checkpoint_blocks(model.blocks, ParallelConfig(name="single", activation_checkpoint=mode))
     if compiled:
         compile_blocks(model.blocks)
     with patch.object(LinearCall, "operand", counted):
         tokens = torch.arange(128).view(2, 1, 64) % 61
         for step in range(3):
-            for layer in quantised_layers(model):
+            for layer in quantized_layers(model):
                 layer.observe = (lambda seen: observed.update([seen.slot])) if step == 1 else None
             if step == 2:
                 set_recipe(model, load("fp16" if recipe.compute_dtype == "fp16" else "bf16"), LAYERS)
@@ -113,10 +113,10 @@ def trained(recipe: PrecisionConfig, mode: str, compiled: bool) -> Trained:
 
 MODES = ("none", "full", "selective")
 FEW = [("fp8_delayed", "selective")]
-QUANTISING = [name for name in RECIPES if load(name).quantises or load(name).compute_dtype == "fp16"]
+QUANTIZING = [name for name in RECIPES if load(name).quantizes or load(name).compute_dtype == "fp16"]
 
 
-PAIRED = zip(QUANTISING, itertools.cycle(MODES), strict=False)
+PAIRED = zip(QUANTIZING, itertools.cycle(MODES), strict=False)
 OTHERS = [each for each in PAIRED if each not in FEW]
 
 

@@ -8,13 +8,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lightning_llm.config.schema.precision import HIGH, PrecisionConfig, slots_of
+from lightning_llm.config.schema.precision import UNQUANTIZED, PrecisionConfig, slots_of
 from lightning_llm.precision.recipe.module_rules import (
     blocks_of,
     fractions_of_no_block,
     idle_rules,
     layers_of_casts,
-    reasons_to_stay_high,
+    reasons_to_stay_unquantized,
     rule_of,
     unmatched,
     without_idle_rules,
@@ -35,7 +35,7 @@ def recipe(**modules):
 
 
 def high_blocks(made, num_layers):
-    reasons = reasons_to_stay_high(names(num_layers), made, num_layers)
+    reasons = reasons_to_stay_unquantized(names(num_layers), made, num_layers)
     return [index for index in range(num_layers) if reasons[f"layers.{index}.attention.q_proj"] is not None]
 
 
@@ -62,7 +62,7 @@ def test_a_fraction_is_the_nearest_count_halves_up(thousandths, num_layers):
 
 def test_the_blocks_of_a_fraction_are_reported():
     made = recipe(first_fraction_high_precision=0.25, last_fraction_high_precision=0.05)
-    reasons = reasons_to_stay_high(names(4), made, 4)
+    reasons = reasons_to_stay_unquantized(names(4), made, 4)
     assert reasons["layers.0.attention.o_proj"] == "modules.first_fraction_high_precision=0.25: 1 of 4 blocks"
     assert fractions_of_no_block(made.modules, 4) == ["modules.last_fraction_high_precision=0.05: 0 of 4 blocks"]
     assert fractions_of_no_block(made.modules, 20) == []
@@ -102,7 +102,7 @@ def test_the_first_matching_rule_applies_after_unquantized_layers():
     assert layers["modules.casts.0"] == []  # high, so not quantised
     down = {f"layers.{index}.feed_forward.down_proj" for index in (1, 2, 3, 4, 5)}
     assert set(layers["modules.casts.1"]) == down | {f"layers.{index}.attention.o_proj" for index in (1, 2, 3)}
-    reasons = reasons_to_stay_high(names(6), made, 6)
+    reasons = reasons_to_stay_unquantized(names(6), made, 6)
     assert reasons["layers.0.attention.o_proj"] == "modules.first_blocks_high_precision=1"
     assert reasons["layers.5.attention.q_proj"] == "modules.exclude has '*.5.attention.q_proj'"
     assert reasons["layers.4.attention.o_proj"] == "modules.casts.0 keeps it high"
@@ -117,7 +117,7 @@ def test_a_rule_sets_its_slots_and_leaves_the_others():
     own = slots_of(made)
     assert made.casts_under(0) == own | {"fprop.x": own["fprop.x"].model_copy(update={"format": "e5m2"})}
     assert made.casts_under(None) == own
-    assert set(made.casts_under(1).values()) == {HIGH}
+    assert set(made.casts_under(1).values()) == {UNQUANTIZED}
     assert list(made.cast_sets()) == ["", "modules.casts.0", "modules.casts.1"]
 
 
@@ -136,8 +136,8 @@ def test_a_recipe_that_quantises_by_rule_alone_leaves_the_others_as_they_are():
         "modules": {"casts": [{"names": ["*.o_proj"], "fprop": {"x": E4M3}}]},
     }
     made = PrecisionConfig.model_validate(values)
-    assert made.quantises
-    reasons = reasons_to_stay_high(names(2), made, 2)
+    assert made.quantizes
+    reasons = reasons_to_stay_unquantized(names(2), made, 2)
     assert [name for name, why in reasons.items() if why is None] == [f"layers.{i}.attention.o_proj" for i in range(2)]
     assert reasons["layers.0.attention.q_proj"] == "no rule of modules.casts fits it"
 

@@ -8,14 +8,14 @@ from torch import nn
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.schema.precision import HIGH, PrecisionConfig, slots_of
+from lightning_llm.config.schema.precision import UNQUANTIZED, PrecisionConfig, slots_of
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.resolve import DerivedConfig
-from lightning_llm.precision.linear.module import quantised_layers, set_recipe, set_step_key
+from lightning_llm.precision.linear.module import quantized_layers, set_recipe, set_step_key
 from lightning_llm.precision.linear.swap import swap_linears
 from lightning_llm.precision.recipe.describe import precision_facts
-from lightning_llm.precision.recipe.module_rules import layers_of_casts, reasons_to_stay_high
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.precision.recipe.module_rules import layers_of_casts, reasons_to_stay_unquantized
+from lightning_llm.train.quantization import Quantization
 from tests.precision.recipes import load
 
 LAYERS = 4
@@ -30,14 +30,14 @@ def with_phases(name, *phases, **modules):
 
 
 def quantized(recipe):
-    return {name for name, why in reasons_to_stay_high(NAMES, recipe, LAYERS).items() if why is None}
+    return {name for name, why in reasons_to_stay_unquantized(NAMES, recipe, LAYERS).items() if why is None}
 
 
 def test_a_late_bf16_forward_pass_is_one_phase_of_three_lines():
     recipe = with_phases("nvfp4", FORWARD_IN_BF16)
     own, late = slots_of(recipe), slots_of(recipe.at(85, 100))
     assert slots_of(recipe.at(84, 100)) == own
-    assert late == own | {"fprop.x": HIGH, "fprop.w": HIGH}
+    assert late == own | {"fprop.x": UNQUANTIZED, "fprop.w": UNQUANTIZED}
     assert recipe.at(85, 100).modules == recipe.modules
 
 
@@ -45,7 +45,7 @@ def test_a_phase_that_does_not_inherit_is_unquantized_where_it_sets_nothing():
     phase = {"start": 0.5, "dgrad": {"dy": {"format": "e4m3"}}}
     recipe = with_phases("mxfp8", phase)
     late = slots_of(recipe.at(5, 10))
-    assert {slot for slot, cast in late.items() if cast.quantises} == {"dgrad.dy"}
+    assert {slot for slot, cast in late.items() if cast.quantizes} == {"dgrad.dy"}
     assert recipe.phases[0].given() == late
 
 
@@ -54,7 +54,7 @@ def test_a_slot_of_a_phase_replaces_those_of_inherited_rules():
     recipe = with_phases("fp8_current", FORWARD_IN_BF16, casts=[rule])
     early, late = recipe.at(0, 100).casts_under(0), recipe.at(99, 100).casts_under(0)
     assert (early["fprop.x"].format, early["wgrad.x"].format) == ("e5m2", "e5m2")
-    assert (late["fprop.x"], late["fprop.w"], late["wgrad.x"].format) == (HIGH, HIGH, "e5m2")
+    assert (late["fprop.x"], late["fprop.w"], late["wgrad.x"].format) == (UNQUANTIZED, UNQUANTIZED, "e5m2")
 
 
 def test_rules_of_a_phase_come_before_its_slots():
@@ -62,7 +62,7 @@ def test_rules_of_a_phase_come_before_its_slots():
     recipe = with_phases("nvfp4", {**FORWARD_IN_BF16, "modules": {"casts": [rule]}})
     late = recipe.at(99, 100)
     assert late.casts_under(0) == slots_of(load("mxfp8"))
-    assert late.casts_under(None)["fprop.x"] == HIGH
+    assert late.casts_under(None)["fprop.x"] == UNQUANTIZED
     assert "phases.0.modules.casts.0" in recipe.cast_sets()
     layers = layers_of_casts(NAMES, recipe, LAYERS)
     assert layers["phases.0.modules.casts.0"] == [name for name in sorted(quantized(recipe)) if "up_proj" in name]
@@ -157,15 +157,15 @@ def test_layers_train_by_the_phase_of_the_step():
     phase = {"start": 0.4, "end": 0.6, "inherit": True, "fprop": {"x": {"format": "high"}, "w": {"format": "high"}},
              "modules": {"first_blocks_high_precision": 0, "exclude": ["*.q_proj"]}}  # fmt: skip
     recipe = with_phases("mxfp8", phase, first_blocks_high_precision=2)
-    quantisation = Quantisation(recipe, 0, 10, backend="eager")
+    quantization = Quantization(recipe, 0, 10, backend="eager")
     torch.manual_seed(0)
     model = Model().bfloat16()
-    quantisation.swap(model, LAYERS, "cpu")
-    assert {layer.name for layer in quantised_layers(model)} == quantized(recipe)
+    quantization.swap(model, LAYERS, "cpu")
+    assert {layer.name for layer in quantized_layers(model)} == quantized(recipe)
     assert {"layers.0.up_proj", "layers.3.q_proj"} < quantized(recipe)  # one in the phase alone, one outside of it
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     for step in (0, 4, 5, 6):
-        quantisation.begin_step(model, step)
+        quantization.begin_step(model, step)
         alone = made(recipe.at(step, 10).model_copy(update={"phases": ()}))
         results = []
         for each in (model, alone):
@@ -181,5 +181,5 @@ def test_a_layer_that_a_phase_does_not_quantize_has_no_casts_then():
     recipe = with_phases("mxfp8", {"start": 0.5, "inherit": True, "modules": {"last_blocks_high_precision": 1}})
     model = made(recipe)
     set_recipe(model, recipe.at(9, 10), LAYERS)
-    casts = {layer.name: any(cast.quantises for cast in layer.plan.casts.values()) for layer in quantised_layers(model)}
+    casts = {layer.name: any(cast.quantizes for cast in layer.plan.casts.values()) for layer in quantized_layers(model)}
     assert {name for name, has in casts.items() if not has} == {"layers.3.q_proj", "layers.3.up_proj"}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.cast import inductor, quantize, scales
-from lightning_llm.precision.cast.quantize import quantise, rotate, rotation
+from lightning_llm.precision.cast import inductor, scales
+from lightning_llm.precision.cast.quantize import quantize, rotate, rotation
 from lightning_llm.precision.cast.random_bits import Origin, keyed_noise, scale_noise
 from tests.precision import reference
 from tests.precision.recipes import CASTS, DISTINCT, OTHER_FORMATS, load
@@ -33,24 +33,24 @@ def label(cast):
 def test_scaling_by_a_power_of_two_scales_the_result(cast, exponent, seed):
     """NVFP4's tensor scale rounds equally, and fp32 block scales divide equally."""
     x = sample(32, 128, seed)
-    plain, scaled = quantise(x, cast), quantise(x * 2.0**exponent, cast)
+    plain, scaled = quantize(x, cast), quantize(x * 2.0**exponent, cast)
     assert torch.equal(scaled.values, plain.values)
-    assert torch.equal(scaled.dequantised, plain.dequantised * 2.0**exponent)
+    assert torch.equal(scaled.dequantized, plain.dequantized * 2.0**exponent)
 
 
 @pytest.mark.parametrize("cast", [cast for cast in DISTINCT if not cast.stochastic], ids=label)
 def test_symmetric_in_the_sign(cast):
     x, delayed = sample(32, 128), torch.tensor(3.0)
-    plain = quantise(x, cast, delayed=delayed).dequantised
-    assert torch.equal(quantise(-x, cast, delayed=delayed).dequantised, -plain)
+    plain = quantize(x, cast, delayed=delayed).dequantized
+    assert torch.equal(quantize(-x, cast, delayed=delayed).dequantized, -plain)
 
 
 @pytest.mark.parametrize(
     "cast", [c for c in DISTINCT if not c.stochastic and c.scale.startswith(("e8", "pow"))], ids=label
 )
 def test_idempotent(cast):
-    once = quantise(sample(32, 128), cast).dequantised
-    assert torch.equal(quantise(once, cast).dequantised, once)
+    once = quantize(sample(32, 128), cast).dequantized
+    assert torch.equal(quantize(once, cast).dequantized, once)
 
 
 @pytest.mark.parametrize("cast", [cast for cast in DISTINCT if cast.block != "tensor"], ids=label)
@@ -58,9 +58,9 @@ def test_blocks_follow_the_contraction_axis(cast):
     """Quantising along axis 0 is quantising the transpose along its last axis; the noise turns with it."""
     x = sample(128, 256) * torch.logspace(-3, 3, 256)
     noise = torch.rand(128, 256, generator=torch.Generator().manual_seed(1))
-    down = quantise(x, cast, 0, noise=noise)
-    across = quantise(x.T.contiguous(), cast, 1, noise=noise.T.contiguous())
-    assert torch.equal(down.dequantised, across.dequantised.T)
+    down = quantize(x, cast, 0, noise=noise)
+    across = quantize(x.T.contiguous(), cast, 1, noise=noise.T.contiguous())
+    assert torch.equal(down.dequantized, across.dequantized.T)
     assert torch.equal(down.stored_scale, across.stored_scale.T)
 
 
@@ -72,15 +72,15 @@ def test_tails_are_as_if_padded_with_zeros(cast, axis):
     x = sample(37, 51)
     noise = torch.rand(37, 51, generator=torch.Generator().manual_seed(1))
     pad = (0, 256 - 51, 0, 256 - 37)
-    whole = quantise(torch.nn.functional.pad(x, pad), cast, axis, noise=torch.nn.functional.pad(noise, pad))
-    assert torch.equal(quantise(x, cast, axis, noise=noise).dequantised, whole.dequantised[:37, :51])
+    whole = quantize(torch.nn.functional.pad(x, pad), cast, axis, noise=torch.nn.functional.pad(noise, pad))
+    assert torch.equal(quantize(x, cast, axis, noise=noise).dequantized, whole.dequantized[:37, :51])
 
 
 @pytest.mark.parametrize("cast", DISTINCT, ids=label)
 def test_zeros_stay_zero_and_nothing_else_appears(cast):
     x = torch.zeros(32, 128).bfloat16()
-    made = quantise(x, cast, noise=torch.full(x.shape, 0.999), delayed=torch.tensor(1.0))
-    assert torch.equal(made.dequantised, torch.zeros(32, 128))
+    made = quantize(x, cast, noise=torch.full(x.shape, 0.999), delayed=torch.tensor(1.0))
+    assert torch.equal(made.dequantized, torch.zeros(32, 128))
 
 
 @pytest.mark.parametrize("cast", DISTINCT, ids=label)
@@ -88,12 +88,12 @@ def test_the_gemms_operand_is_the_dequantised_tensor(cast):
     x = sample(96, 160)
     key, delayed = torch.tensor(99), torch.tensor(7.5)
     noise = keyed_noise(x, cast, key, Origin()) if cast.rounding_kind.draws else scale_noise(x, cast, key, Origin())
-    wanted = quantise(x, cast, 0, noise=noise, delayed=delayed).dequantised
+    wanted = quantize(x, cast, 0, noise=noise, delayed=delayed).dequantized
     made = inductor.operand(x, cast, 0, "eager", key=key, delayed=delayed)
     assert made.tensor.dtype == torch.bfloat16
     assert (made.blocks is None) == (cast.block == "tensor" or cast.scale != "fp32")
-    torch.testing.assert_close(made.dequantised(), wanted, rtol=2.0**-22, atol=0)
-    torch.testing.assert_close(made.flipped.dequantised(), wanted.T, rtol=2.0**-22, atol=0)
+    torch.testing.assert_close(made.dequantized(), wanted, rtol=2.0**-22, atol=0)
+    torch.testing.assert_close(made.flipped.dequantized(), wanted.T, rtol=2.0**-22, atol=0)
 
 
 EXACT = [cast for cast in DISTINCT if cast.scale.startswith("e8m0") and not cast.stochastic and cast.prescale == 1]
@@ -108,7 +108,7 @@ def test_blocks_of_one_magnitude_have_the_scale_of_the_specification_down_to_the
         for factor in (1.0, 1.0078125, 1.75, 1.875, 1.984375, 1.9921875)
     ]
     x = torch.tensor(magnitudes)[:, None].expand(-1, 32).bfloat16()
-    found = quantise(x, cast.model_copy(update={"block": "1x32"}))
+    found = quantize(x, cast.model_copy(update={"block": "1x32"}))
     fmt = cast.number_format
     for magnitude, code in zip(magnitudes, found.stored_scale.flatten().tolist(), strict=True):
         mantissa, exponent = math.frexp(magnitude)
@@ -162,7 +162,7 @@ def test_quotients_are_those_of_ieee_division():
 
 def test_a_missing_scale_or_amax_is_an_error():
     with pytest.raises(ValueError, match="kept from earlier steps"):
-        quantise(sample(4, 4), load("fp8_delayed").fprop.x)
+        quantize(sample(4, 4), load("fp8_delayed").fprop.x)
     with pytest.raises(ValueError, match="needs the tensor's amax"):
         scales.scale(sample(4, 4), load("nvfp4").fprop.x, 1)
 
@@ -187,7 +187,7 @@ def test_rotation_is_orthogonal_and_cancels(size):
 
 
 def sqnr(x, cast):
-    error = quantise(x, cast, noise=torch.rand(x.shape, generator=torch.Generator().manual_seed(1))).dequantised - x
+    error = quantize(x, cast, noise=torch.rand(x.shape, generator=torch.Generator().manual_seed(1))).dequantized - x
     return 10 * math.log10(float(x.double().square().mean() / error.double().square().mean()))
 
 
@@ -223,7 +223,7 @@ def test_formats_without_a_recipe_are_cast_as_the_reference_has_them(cast):
     x = sample(128, 256) * torch.exp2(torch.arange(128.0) % 24 - 12)[:, None]
     noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(1))
     wanted, _ = reference.cast(x.bfloat16().double().numpy(), cast, noise=noise.numpy())
-    np.testing.assert_allclose(quantise(x.bfloat16(), cast, noise=noise).dequantised.numpy(), wanted, rtol=1e-6)
+    np.testing.assert_allclose(quantize(x.bfloat16(), cast, noise=noise).dequantized.numpy(), wanted, rtol=1e-6)
 
 
 def test_block_scales_wait_for_the_product_where_it_may_not_fit_bf16():
@@ -241,11 +241,11 @@ def test_blocks_contain_an_outlier():
     inliers = x.abs() < 100
 
     def inlier_sqnr(made):
-        error = (made.dequantised - x)[inliers].double()
+        error = (made.dequantized - x)[inliers].double()
         return 10 * math.log10(float(x[inliers].double().square().mean() / error.square().mean()))
 
-    tensor = inlier_sqnr(quantise(x, CastConfig(format="e2m1", block="tensor")))
-    block = inlier_sqnr(quantise(x, load("mxfp4_rne").dgrad.dy))
+    tensor = inlier_sqnr(quantize(x, CastConfig(format="e2m1", block="tensor")))
+    block = inlier_sqnr(quantize(x, load("mxfp4_rne").dgrad.dy))
     assert tensor < 1
     assert block > 12
 
@@ -262,6 +262,6 @@ def test_how_much_stochastic_e2m1_shrinks_a_gaussian(scale, block, prescale, bit
     cast = CastConfig(
         format="e2m1", block=block, scale=scale, rounding="stochastic", noise_bits=bits, prescale=prescale
     )
-    made = quantize.quantise(x, cast, noise=noise).dequantised
+    made = quantize(x, cast, noise=noise).dequantized
     along = (made.double() * x).sum() / x.double().square().sum()
     assert 100 * (1 - along.item()) == pytest.approx(shrinks, abs=0.03)

@@ -12,7 +12,7 @@ from lightning_llm.base import keyed_hash
 from lightning_llm.base.keyed_hash import MASK_32, StepKey
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import random_bits
-from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.cast.quantize import quantize
 from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
 from tests.precision.recipes import load
 
@@ -148,7 +148,7 @@ def draws(x, cast, micro_batches):
     out = []
     for micro_batch in micro_batches:
         key = torch.tensor(StepKey(0, 0, micro_batch).word(1, 2))
-        out.append(quantise(x, cast, noise=keyed_noise(x, cast, key, Origin())).dequantised)
+        out.append(quantize(x, cast, noise=keyed_noise(x, cast, key, Origin())).dequantized)
     return torch.stack(out).double()
 
 

@@ -46,7 +46,7 @@ def test_slots_of_published_recipes():
     """The table of operand slots, as Transformer Engine and the papers have it: format and block."""
 
     def row(name):
-        return [f"{cast.format} {cast.block}" if cast.quantises else "high" for cast in slots_of(load(name)).values()]
+        return [f"{cast.format} {cast.block}" if cast.quantizes else "high" for cast in slots_of(load(name)).values()]
 
     e4m3, e5m2 = "e4m3 tensor", "e5m2 tensor"
     assert (
@@ -87,7 +87,7 @@ def test_identity_leaves_out_the_name_and_takes_in_every_number():
     assert len({one.recipe_hash} | {other.recipe_hash for other in others}) == 5
     assert hash(one) == hash(one.model_copy())
     assert recipe("{}") == PrecisionConfig(name="t", compute_dtype="bf16")
-    assert not recipe("{}").quantises
+    assert not recipe("{}").quantizes
 
 
 def test_phases_replace_the_slots_for_their_steps():

@@ -8,7 +8,7 @@ from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.compose import compose_config
 from lightning_llm.plan.check import check_config
 from lightning_llm.precision.cast.random_bits import Origin
-from lightning_llm.precision.linear.module import QuantisedLinear, set_step_key
+from lightning_llm.precision.linear.module import QuantizedLinear, set_step_key
 from lightning_llm.precision.linear.operands import LinearCall
 from lightning_llm.precision.linear.plan import LinearPlan, Shard
 from lightning_llm.precision.linear.weight_rules import kept_bytes
@@ -28,7 +28,7 @@ def _tensors():
 def _layer(recipe, weight):
     linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight.data.copy_(weight)
-    layer = QuantisedLinear("layers.0.q_proj", linear, LinearPlan.from_recipe(recipe, "eager"))
+    layer = QuantizedLinear("layers.0.q_proj", linear, LinearPlan.from_recipe(recipe, "eager"))
     set_step_key(layer, StepKey(0, 0, 0))
     return layer
 

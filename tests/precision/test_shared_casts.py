@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_llm.precision.cast import inductor
-from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.module import QuantizedLinear
 from lightning_llm.precision.linear.plan import LinearPlan
 from tests.precision.recipes import load
 
@@ -13,7 +13,7 @@ from tests.precision.recipes import load
 def layers_of(name, count):
     torch.manual_seed(0)
     plan = LinearPlan.from_recipe(load(name), "eager")
-    return [QuantisedLinear(f"layer {n}", nn.Linear(64, 32, bias=False), plan) for n in range(count)]
+    return [QuantizedLinear(f"layer {n}", nn.Linear(64, 32, bias=False), plan) for n in range(count)]
 
 
 def tensor(seed):
@@ -68,7 +68,7 @@ def test_a_changed_tensor_is_cast_anew():
 def test_tensors_changed_by_compiled_kernels_are_cast_again():
     """Inductor's C++ reuses a buffer without changing its version: `buf4 = buf0; del buf0  # reuse`."""
     (layer,), buffer, later = layers_of("mxfp8", 1), tensor(1).float(), tensor(2).float()
-    call = torch.ops.lightning_llm.quantised_linear.default
+    call = torch.ops.lightning_llm.quantized_linear.default
     with torch.no_grad():
         call(buffer, layer.weight, None, None, layer._number, False, False)
         before = buffer._version

@@ -14,9 +14,9 @@ from lightning_llm.plan.resolve import coverage_of
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.linear.delayed import update_delayed
 from lightning_llm.precision.linear.module import (
-    QuantisedLinear,
+    QuantizedLinear,
     high_precision_forward,
-    quantised_layers,
+    quantized_layers,
     set_recipe,
     set_step_key,
 )
@@ -105,7 +105,7 @@ def test_the_coverage_of_a_config_is_that_of_its_swapped_model(words, expected, 
         decoder = Decoder(config.model, compute_dtype=torch.bfloat16)
     linears = sum(isinstance(module, nn.Linear) for module in decoder.modules())
     report = swap_linears(decoder, config.precision, config.model.num_layers, "cpu", "eager")
-    made = [name for name, module in decoder.named_modules() if isinstance(module, QuantisedLinear)]
+    made = [name for name, module in decoder.named_modules() if isinstance(module, QuantizedLinear)]
     counted = (len(made), linears, len({name.split(".")[1] for name in made}), len(decoder.layers))
     covered = coverage_of(config)
     assert (covered.linears, covered.all_linears, covered.blocks, covered.all_blocks) == counted == expected
@@ -121,7 +121,7 @@ def test_a_recipe_without_casts_covers_nothing():
 def test_first_and_last_blocks_and_the_head_stay_high():
     made, report = swapped("fp8_current")
     inner = [f"layers.{index}.{name}" for index in (1, 2) for name in ("up_proj", "down_proj")]
-    assert list(report.converted) == inner == [layer.name for layer in quantised_layers(made)]
+    assert list(report.converted) == inner == [layer.name for layer in quantized_layers(made)]
     assert report.kept["head"].startswith("it lies outside the blocks")
     assert report.kept["layers.0.up_proj"] == "modules.first_blocks_high_precision=1"
     assert report.kept["layers.3.down_proj"] == "modules.last_blocks_high_precision=1"
@@ -180,8 +180,8 @@ def test_a_phase_gives_every_layer_its_casts_and_then_each_has_its_own_again():
     up, down = made.layers["0"].up_proj, made.layers["0"].down_proj
     for step, formats in ((4, ("tensor", "1x32")), (5, None), (6, ("tensor", "1x32"))):
         set_recipe(made, recipe.at(step, 10), LAYERS)
-        quantises = [layer.plan.casts["fprop.x"].quantises for layer in (up, down)]
-        assert quantises == [formats is not None] * 2
+        quantizes = [layer.plan.casts["fprop.x"].quantizes for layer in (up, down)]
+        assert quantizes == [formats is not None] * 2
         if formats:
             assert tuple(layer.plan.casts["fprop.x"].block for layer in (up, down)) == formats
 
@@ -191,7 +191,7 @@ def test_meta_models_can_be_swapped():
         made = Model()
     swap_linears(made, load("nvfp4"), LAYERS, "cpu", "eager")
     made.to_empty(device="cpu")
-    assert all(layer.weight.device.type == "cpu" for layer in quantised_layers(made))
+    assert all(layer.weight.device.type == "cpu" for layer in quantized_layers(made))
 
 
 def test_converting_nothing_is_an_error():
@@ -205,10 +205,10 @@ def test_high_recipes_convert_nothing_but_fp16_on_a_cpu():
     for name in ("fp32", "bf16", "bf16_true"):
         made, report = swapped(name)
         assert report.converted == ()
-        assert quantised_layers(made) == []
+        assert quantized_layers(made) == []
     made, report = swapped("fp16")
     assert report.converted == ()
-    assert len(quantised_layers(made)) == 9
+    assert len(quantized_layers(made)) == 9
     x = torch.randn(8, WIDTH).half()
     layer = made.layers["0"].up_proj
     wanted = (x.double() @ layer.weight.half().double().T).half()
@@ -219,7 +219,7 @@ def test_the_high_precision_view_is_the_unquantised_model():
     made, _ = swapped("mxfp8")
     x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
     layer = made.layers["0"].up_proj
-    assert isinstance(layer, QuantisedLinear)
+    assert isinstance(layer, QuantizedLinear)
     wanted = nn.functional.linear(x, layer.weight.bfloat16())
     with high_precision_forward(made):
         assert torch.equal(layer(x), wanted)
@@ -257,8 +257,8 @@ def test_a_phase_changes_the_casts_of_swapped_layers():
 def test_a_phase_leaves_layers_that_only_emulate_fp16_alone():
     made, _ = swapped("fp16_mxfp8")
     set_recipe(made, load("fp16_mxfp8"), LAYERS)
-    assert not any(cast.quantises for cast in made.head.plan.casts.values())
-    assert all(cast.quantises for cast in made.layers["0"].up_proj.plan.casts.values())
+    assert not any(cast.quantizes for cast in made.head.plan.casts.values())
+    assert all(cast.quantizes for cast in made.layers["0"].up_proj.plan.casts.values())
 
 
 def losses(name, steps):

@@ -11,11 +11,11 @@ from lightning_llm.linalg.gemm import linear
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.precision.linear.delayed import update_delayed
 from lightning_llm.precision.linear.module import set_step_key
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.quantization import Quantization
 from tests.precision.recipes import RECIPES, load, sample
 from tests.precision.test_linear import TORCH_DTYPES, allowed, disagreement, expected, layer_of, run, tensors
 
-QUANTISED = sample([name for name in RECIPES if load(name).quantises and name != "quartet_ii"])
+QUANTIZED = sample([name for name in RECIPES if load(name).quantizes and name != "quartet_ii"])
 UNROUNDED = {"wgrad_dtype": "fp32"}
 
 
@@ -28,7 +28,7 @@ def one_step(recipe):
     return run(layer, x, dy), expected(layer, recipe, x, dy)
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_a_recipes_dw_agrees_with_float64_to_fp32s_precision(name):
     recipe = load(name)
     rounded, _ = one_step(recipe)
@@ -81,7 +81,7 @@ def test_every_matrix_of_a_model_is_reached(words, compiled):
     config = compose_config(["recipe=quickstart", "model=llama_tiny", "precision.wgrad_dtype=fp32", *words])
     torch.manual_seed(0)
     model = Decoder(config.model, torch.bfloat16)
-    Quantisation(config.precision, 0, 1, backend="eager").swap(model, config.model.num_layers, "cpu")
+    Quantization(config.precision, 0, 1, backend="eager").swap(model, config.model.num_layers, "cpu")
     for block in model.blocks.values() if compiled else ():
         block.compile(fullgraph=True)
     tokens = torch.randint(config.model.vocab_size, (2, 32))

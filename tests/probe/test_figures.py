@@ -67,11 +67,11 @@ def test_stochastic_rounding_is_unbiased_and_ties_to_even_are_not():
     x[:, ::32] = 4.0
     cast = CastConfig(format="e2m1", block="1x32", scale="e8m0_floor", rounding="stochastic")
     keys = [torch.tensor(k) for k in range(16)]
-    noisy = [quantize.quantise(x, cast, noise=keyed_noise(x, cast, k, Origin())) for k in keys]
-    chance = figures(compare(x, [each.dequantised for each in noisy]))
+    noisy = [quantize.quantize(x, cast, noise=keyed_noise(x, cast, k, Origin())) for k in keys]
+    chance = figures(compare(x, [each.dequantized for each in noisy]))
     assert chance["bias"] < chance["bias_floor"] < 0.1
     assert chance["variance"] == pytest.approx(0.25 * 31 / (6.25 * 31 + 16), rel=0.05)  # a coin of half a step
-    even = figures(compare(x, [quantize.quantise(x, cast.model_copy(update={"rounding": "even"})).dequantised]))
+    even = figures(compare(x, [quantize.quantize(x, cast.model_copy(update={"rounding": "even"})).dequantized]))
     assert even["bias"] == pytest.approx(math.sqrt(0.25 * 31 / (6.25 * 31 + 16)))
     assert even["variance"] == 0
     assert even["gain"] < -0.1

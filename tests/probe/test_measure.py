@@ -77,10 +77,10 @@ def test_the_reference_is_a_plain_fp32_pass(weights):
 def test_no_layer_quantised_is_the_high_pass_and_all_of_them_is_the_recipe(weights):
     model = probed(weights, shipped("mxfp4_sr_norht"))
     reference, high = model.reference(), model.high()
-    without = model.quantised(3, kept=frozenset(model.layers))
+    without = model.quantized(3, kept=frozenset(model.layers))
     assert without.loss == high.loss
     assert all(torch.equal(without.gradients[name], each) for name, each in high.gradients.items())
-    one, same, other = (gradient_error(model.quantised(key), reference) for key in (3, 3, 4))
+    one, same, other = (gradient_error(model.quantized(key), reference) for key in (3, 3, 4))
     assert one == same != other
 
 
@@ -95,7 +95,7 @@ def test_local_figures_are_those_of_float64(name, weights):
     w = model.layers[BAD].weight.detach().bfloat16()
 
     def q(tensor, slot, axis):
-        return quantize.quantise(tensor.float(), casts[slot], axis).dequantised.double()
+        return quantize.quantize(tensor.float(), casts[slot], axis).dequantized.double()
 
     exact = {"Y": x.double() @ w.double().T, "dX": dy.double() @ w.double(), "dW": dy.double().T @ x.double()}
     cases = {
@@ -141,14 +141,14 @@ def test_a_planted_outlier_is_the_worst_and_keeping_its_layer_high_wins_back_the
     reference, high = model.reference(), model.high()
     model.calibrate(None)
     floor, gap = gradient_error(high, reference), found["gradient"]["gap"]
-    left = gradient_error(model.quantised(5, kept=frozenset(kept["layers"])), reference)
+    left = gradient_error(model.quantized(5, kept=frozenset(kept["layers"])), reference)
     assert 1 - (left - floor) / gap == pytest.approx(kept["won_back"], abs=1e-9)
 
 
 def shares_of(weights, recipe):
     model = probed(weights, recipe)
     reference, high = model.reference(), model.high()
-    whole, floor = gradient_error(model.quantised(0), reference), gradient_error(high, reference)
+    whole, floor = gradient_error(model.quantized(0), reference), gradient_error(high, reference)
     return slot_shares(model, reference, high, whole, floor)
 
 
@@ -176,7 +176,7 @@ def test_the_one_lossy_slot_of_six_carries_nearly_all_of_the_gap(lossy, weights)
 def test_the_contributions_of_layers_are_those_measured_alone(weights):
     model = probed(weights, recipe_of(wgrad_x=FOUR))
     reference, high = model.reference(), model.high()
-    whole, floor = gradient_error(model.quantised(0), reference), gradient_error(high, reference)
+    whole, floor = gradient_error(model.quantized(0), reference), gradient_error(high, reference)
     kept = layers_to_keep(model, reference, whole, floor, keys=1)
     # wgrad's rounding stays in its own layer's gradient, so contributions add up
     assert sum(kept.contributions.values()) == pytest.approx(whole - floor, rel=0.05)
@@ -207,7 +207,7 @@ def test_fp16_gradients_are_scaled_as_in_training(weights):
     reference, high = model.reference(), model.high()
     assert model.loss_scale >= 1024
     assert gradient_error(high, reference) < 1e-4
-    assert gradient_error(model.quantised(0), reference) < 0.05
+    assert gradient_error(model.quantized(0), reference) < 0.05
 
 
 def test_a_non_finite_gradient_is_reported(weights):
@@ -228,7 +228,7 @@ def test_layers_with_casts_of_their_own_are_probed_with_these(weights):
     model = probed(weights, shipped("mxfp4_rne", f"precision.modules.casts={rules}"))
     model.high()
     assert "layers.0.attention.o_proj" not in model.layers
-    assert model.quantised_slots == ["fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"]
+    assert model.quantized_slots == ["fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"]
     mixed, alone = local_sums(model, keys=1), {}
     for name in ("mxfp4_rne", "mxfp8"):
         other = probed(weights, shipped(name))
@@ -240,7 +240,7 @@ def test_layers_with_casts_of_their_own_are_probed_with_these(weights):
             column: figures(sums) for column, sums in wanted.items()
         }
     without = all_but_slot(model.recipe, "dgrad.w")
-    assert [without.casts_under(rule)["dgrad.w"].quantises for rule in (None, 1)] == [False, False]
-    assert [without.casts_under(rule)["dgrad.dy"].quantises for rule in (None, 1)] == [True, True]
+    assert [without.casts_under(rule)["dgrad.w"].quantizes for rule in (None, 1)] == [False, False]
+    assert [without.casts_under(rule)["dgrad.dy"].quantizes for rule in (None, 1)] == [True, True]
     reference = model.reference()
-    assert slot_shares(model, reference, model.high(), 1.0, 0.0).keys() == set(model.quantised_slots)
+    assert slot_shares(model, reference, model.high(), 1.0, 0.0).keys() == set(model.quantized_slots)

@@ -12,10 +12,10 @@ from lightning_llm import api
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.cli.options import CODE_FORMATS
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.schema.casts import HIGH, CastConfig
+from lightning_llm.config.schema.casts import UNQUANTIZED, CastConfig
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.model.weights.folder import Weights
-from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.cast.quantize import quantize
 from lightning_llm.precision.cast.rounding import decode
 from lightning_llm.run.code_weights import CODES, CodeWeights, as_codes, quantization_entry, uncoded_modules
 
@@ -100,7 +100,7 @@ def test_the_recipes_own_cast_is_used_if_the_layout_holds_it():
     own = CODES["nvfp4"].cast
     square = CastConfig(format="e2m1", block="16x16", scale="two_level_e4m3")
     assert CODES["nvfp4"].chosen_cast(square) == square
-    others = [HIGH, own.model_copy(update={"rounding": "stochastic"}), CODES["mxfp4"].cast, CODES["fp8"].cast]
+    others = [UNQUANTIZED, own.model_copy(update={"rounding": "stochastic"}), CODES["mxfp4"].cast, CODES["fp8"].cast]
     assert [CODES["nvfp4"].chosen_cast(each) for each in others] == [own] * 4
     ceil = CastConfig(format="e2m1", block="1x32", scale="e8m0_ceil")
     assert CODES["mxfp4"].chosen_cast(ceil) == ceil
@@ -113,7 +113,7 @@ def test_a_model_trained_with_the_codes_keeps_them():
     weights = CodeWeights(drawn, CODES["nvfp4"], recipe)
     name = "layers.1.attention.o_proj.weight"
     assert weights.casts[name].block == "16x16"
-    assert torch.equal(weights.rows(name, 0, 64), quantise(drawn.state[name], weights.casts[name]).dequantised)
+    assert torch.equal(weights.rows(name, 0, 64), quantize(drawn.state[name], weights.casts[name]).dequantized)
 
 
 def test_rows_that_blocks_do_not_divide_are_refused():

@@ -25,12 +25,12 @@ from lightning_llm.plan.check import check_config
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.precision.cast.quantize import Operand
-from lightning_llm.precision.linear.module import quantised_layers
+from lightning_llm.precision.linear.module import quantized_layers
 from lightning_llm.precision.linear.operands import LinearCall
 from lightning_llm.precision.linear.plan import KeptCasts
 from lightning_llm.precision.linear.weight_rules import kept_slots
 from lightning_llm.train.parallel_model import ParallelModel
-from lightning_llm.train.quantisation import LossScaler, Quantisation
+from lightning_llm.train.quantization import LossScaler, Quantization
 from lightning_llm.train.spikes.policy import SpikePolicy
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep
@@ -79,7 +79,7 @@ def steps_of(config: Config, compiled: bool = False) -> Made:
     figures, tensors, observed = [], [], Counter()
 
     def counted(call: LinearCall, x: Any, slot: str, axis: int) -> Operand:
-        if slot.endswith(".w") and call.plan.casts[slot].quantises:
+        if slot.endswith(".w") and call.plan.casts[slot].quantizes:
             cast[len(figures)][id(call.plan.weight_casts), slot] += 1
         return made(call, x, slot, axis)
 
@@ -94,11 +94,11 @@ def steps_of(config: Config, compiled: bool = False) -> Made:
 
     torch._dynamo.reset()
     compile_module = nn.Module.compile
-    quantisation = Quantisation(config.precision, config.seed, STEPS, plan.decision)
+    quantization = Quantization(config.precision, config.seed, STEPS, plan.decision)
     with patch.object(nn.Module, "compile", lambda module: compile_module(module, backend=backend)):
         layout = Layout(config.parallel.model_copy(update={"compile": compiled}), plan.degrees)
-        parallel = ParallelModel.build(config, layout, CPU, quantisation)
-    layers = quantised_layers(parallel.model)
+        parallel = ParallelModel.build(config, layout, CPU, quantization)
+    layers = quantized_layers(parallel.model)
     state = TrainState(config.data.global_batch_size * config.data.sequence_length)
     scaler = LossScaler(config.precision.loss_scaling)
     act = [lambda loss: tensors.extend(each.grad.clone() for each in parallel.model.parameters())]
@@ -111,7 +111,7 @@ def steps_of(config: Config, compiled: bool = False) -> Made:
                 layer.observe = (lambda cast: observed.update([seen(cast)])) if number == 1 else None
             loss = step(Batch(each, each, None))
             figures.append((float(loss), state.record["grad_norm"]))
-    tensors += [*parallel.model.parameters(), *quantisation.state(parallel.model).values()]
+    tensors += [*parallel.model.parameters(), *quantization.state(parallel.model).values()]
     assert not any(layer.plan.weight_casts.kept for layer in layers if layer.plan.weight_casts is not None)
     return Made(figures, tensors, observed, cast, [held[number] for number in range(STEPS)], len(graphs))
 
@@ -195,7 +195,7 @@ def test_the_same_bits_are_trained_and_each_weight_is_cast_once(recipe, mode, co
     assert ours.kept_bytes[0] == ours.kept_bytes[2] == memory_bytes(plan_of(config))["weight_casts"]
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if load(name).quantises])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if load(name).quantizes])
 def test_what_each_recipe_can_keep(recipe):
     assert len(kept_slots(slots_of(load(recipe)))) == EXPECTED[recipe]
 
@@ -216,12 +216,12 @@ def test_a_dry_step_holds_as_much_more_as_is_planned(recipe):
 def test_weights_that_move_are_cast_anew_however_a_step_ended():
     """Casts are kept within a step alone: not by a validation after it, nor where a backward pass fails."""
     config = compose("mxfp8", True)
-    quantisation = Quantisation(config.precision, 0, STEPS)
-    parallel = ParallelModel.build(config, Layout(config.parallel, plan_of(config).degrees), CPU, quantisation)
+    quantization = Quantization(config.precision, 0, STEPS)
+    parallel = ParallelModel.build(config, Layout(config.parallel, plan_of(config).degrees), CPU, quantization)
     model, tokens = parallel.model, torch.arange(64)[None]
 
     def fail_in_a_step() -> None:
-        with quantisation.weights_held(model):
+        with quantization.weights_held(model):
             assert torch.equal(model(tokens), before)
             raise KeyboardInterrupt
 
@@ -229,11 +229,11 @@ def test_weights_that_move_are_cast_anew_however_a_step_ended():
         before = model(tokens)
         with pytest.raises(KeyboardInterrupt):
             fail_in_a_step()
-        for layer in quantised_layers(model):
+        for layer in quantized_layers(model):
             assert not layer.plan.weight_casts.kept
             layer.weight.mul_(1.5)
         after = model(tokens)
-        with quantisation.weights_held(model):
+        with quantization.weights_held(model):
             assert torch.equal(model(tokens), after)
     assert not torch.equal(after, before)
 

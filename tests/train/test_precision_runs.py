@@ -20,7 +20,7 @@ from lightning_llm.precision.cast import inductor
 from lightning_llm.tracking.final_figures import stalled
 from lightning_llm.tracking.reading import read_run
 from lightning_llm.tracking.run_state import state_of
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.quantization import Quantization
 from lightning_llm.train.spikes.policy import SpikePolicy, SpikeStop
 from tests.parallel.traced_run import run_with
 from tests.run_metrics import read_metrics, read_tensors, same_weights
@@ -235,19 +235,19 @@ def test_an_overflow_that_saturation_hides_is_found_in_the_operands():
     dy = [f"precision.{gemm}.dy.{key}" for gemm in ("dgrad", "wgrad") for key in ("block=tensor", "scale=fp32")]
     config = compose_config(["precision=fp16_mxfp8", "precision.casts=eager", *dy]).precision
     layer = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))
-    quantisation = Quantisation(config, seed=0, max_steps=1)
+    quantization = Quantization(config, seed=0, max_steps=1)
     layer = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"0": layer})})
-    quantisation.swap(layer, num_layers=1, device_type="cpu")
-    quantisation.watch_overflow(layer)
+    quantization.swap(layer, num_layers=1, device_type="cpu")
+    quantization.watch_overflow(layer)
     linear = layer["layers"]["0"][0]
     gradient = torch.ones(32, 32, dtype=torch.float16)
     for planted, seen in ((1.0, False), (float("inf"), True), (1.0, False)):
         x = torch.ones(32, 32, dtype=torch.float16, requires_grad=True)
         gradient[3, 5] = planted
-        quantisation.begin_step(layer, 0)
+        quantization.begin_step(layer, 0)
         linear(x).backward(gradient)
         assert torch.isfinite(linear.weight.grad).all()  # the cast made a number of Inf
-        assert bool(quantisation.take_overflow()) is seen
+        assert bool(quantization.take_overflow()) is seen
 
 
 class DelayedState(pl.Callback):
@@ -257,7 +257,7 @@ class DelayedState(pl.Callback):
         self.states = []
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        self.states.append(pl_module.quantisation.state(pl_module.model))
+        self.states.append(pl_module.quantization.state(pl_module.model))
 
 
 def rows_of(state):
@@ -277,9 +277,9 @@ def test_scales_update_with_every_micro_batch_if_the_recipe_says_so(small_run, t
     assert [rows_of(each) for each in kept["fp8_delayed"].states] == [{1}, {2}, {3}]
     assert [rows_of(each) for each in kept["fp8_delayed_micro_batch"].states] == [{2}, {4}, {6}]
     before = {name: tensor.clone() for name, tensor in kept["fp8_delayed_micro_batch"].states[-1].items()}
-    quantisation, model = trainer.lightning_module.quantisation, trainer.lightning_module.model
-    quantisation.undo_step()
-    now = quantisation.state(model)
+    quantization, model = trainer.lightning_module.quantization, trainer.lightning_module.model
+    quantization.undo_step()
+    now = quantization.state(model)
     was = kept["fp8_delayed_micro_batch"].states[1]
     assert all(torch.equal(was[name], now[name]) for name in was if name.endswith("scale"))
     assert any(not torch.equal(before[name], now[name]) for name in was if name.endswith("scale"))

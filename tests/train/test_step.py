@@ -29,7 +29,7 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.train.algorithm import Synchronous
 from lightning_llm.train.parallel_model import ParallelModel
-from lightning_llm.train.quantisation import LossScaler, Quantisation
+from lightning_llm.train.quantization import LossScaler, Quantization
 from lightning_llm.train.spikes.policy import NonFiniteError, SpikePolicy
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep
@@ -49,10 +49,10 @@ def made(model: Decoder, **changes: Any) -> TrainStep:
     layout = Layout(ParallelConfig(name="single"), Degrees())
     precision = PrecisionConfig(name="fp32", compute_dtype="fp32")
     optimizer = changes.pop("optimizer", None) or OPTIM.build(model.named_parameters(), None)
-    syncs, quantisation = [GradientSync(model, layout, [])], Quantisation(precision, 0, MAX_STEPS)
+    syncs, quantization = [GradientSync(model, layout, [])], Quantization(precision, 0, MAX_STEPS)
     parts = {
         "parallel": ParallelModel(
-            model, layout, syncs, None, SequenceSharder(layout), next_token_loss_sum, quantisation
+            model, layout, syncs, None, SequenceSharder(layout), next_token_loss_sum, quantization
         ),
         "optimizer": optimizer,
         "algorithm": Synchronous(),
@@ -194,7 +194,7 @@ def test_an_operand_that_overflowed_skips_the_update_also_at_the_scales_floor(mo
     step = made(model, scaler=LossScaler(scaling))
     before = weights(model)
     seen = torch.ones((), dtype=torch.bool)  # gradients and loss are finite: the cast saturated
-    monkeypatch.setattr(step.parallel.quantisation, "take_overflow", lambda: seen)
+    monkeypatch.setattr(step.parallel.quantization, "take_overflow", lambda: seen)
     step(next(batches()))
     assert step.state.record.get("skipped") is True
     assert math.isfinite(step.state.record["grad_norm"])

@@ -175,7 +175,7 @@ def metric_names(config: Config) -> list[str]:
     steps = ["loss", "lr", "grad_norm", *(["loss_scale"] if precision.loss_scaling else [])]
     if not config.data.validation.fraction and not config.data.watched:
         return steps
-    views = ["val_loss", *(["val_loss_high_precision"] if precision.quantises else [])]
+    views = ["val_loss", *(["val_loss_high_precision"] if precision.quantizes else [])]
     return [*steps, *views, *(f"{view}/{source}" for view in views for source in config.data.sources)]
 
 

@@ -206,7 +206,7 @@ class CastConfig(Group):
     delayed: DelayedConfig | None = Field(None, description="scale=delayed: the amax history")
 
     @property
-    def quantises(self) -> bool:
+    def quantizes(self) -> bool:
         """True if the operand is quantized."""
         return self.format != "high"
 
@@ -310,4 +310,4 @@ class CastConfig(Group):
         return self
 
 
-HIGH = CastConfig()
+UNQUANTIZED = CastConfig()

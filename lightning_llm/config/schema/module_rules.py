@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from lightning_llm.config.schema.base import Fraction, Group, NonNegativeInt, PositiveInt
-from lightning_llm.config.schema.casts import HIGH, SLOTS, CastConfig
+from lightning_llm.config.schema.casts import SLOTS, UNQUANTIZED, CastConfig
 
 Globs = Annotated[tuple[str, ...], Field(strict=False)]
 SELECTS = {"names", "first_blocks", "first_fraction", "last_blocks", "last_fraction"}
@@ -66,7 +66,7 @@ class CastRule(Group):
     def given(self) -> dict[str, CastConfig]:
         """Return {dotted slot: cast} that the rule sets; other slots keep the recipe's casts."""
         if self.high:
-            return {f"{gemm}.{operand}": HIGH for gemm, operand in SLOTS}
+            return {f"{gemm}.{operand}": UNQUANTIZED for gemm, operand in SLOTS}
         return given_slots(self.fprop, self.dgrad, self.wgrad)
 
     def with_slots(self, slots: Mapping[str, CastConfig]) -> "CastRule":
@@ -158,14 +158,14 @@ class PhaseConfig(Group):
 
     @model_validator(mode="before")
     @classmethod
-    def _high_where_not_set(cls, values: Any) -> Any:
+    def _unquantized_where_not_set(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
         slots = {gemm: values.get(gemm) or {} for gemm, _ in SLOTS}
         slots = {gemm: dict(its) if isinstance(its, Mapping | Group) else its for gemm, its in slots.items()}
         for gemm, operand in () if values.get("inherit") else SLOTS:
             if isinstance(slots[gemm], dict):
-                slots[gemm].setdefault(operand, HIGH)
+                slots[gemm].setdefault(operand, UNQUANTIZED)
         return {**values, **slots}
 
     @model_validator(mode="after")

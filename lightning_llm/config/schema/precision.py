@@ -20,8 +20,8 @@ from pydantic import Field, model_validator
 
 from lightning_llm.config.schema.base import Group, PositiveFloat, PositiveInt
 from lightning_llm.config.schema.casts import (
-    HIGH,
     SLOTS,
+    UNQUANTIZED,
     Block,
     CastConfig,
     DelayedConfig,
@@ -40,9 +40,9 @@ from lightning_llm.config.schema.module_rules import (
 )
 
 __all__ = [
-    "HIGH",
     "SELECTS",
     "SLOTS",
+    "UNQUANTIZED",
     "Block",
     "CastConfig",
     "CastRule",
@@ -83,22 +83,22 @@ LATER = (
 class FpropConfig(Group):
     """Operands of Y = X W^T."""
 
-    x: CastConfig = HIGH
-    w: CastConfig = HIGH
+    x: CastConfig = UNQUANTIZED
+    w: CastConfig = UNQUANTIZED
 
 
 class DgradConfig(Group):
     """Operands of dX = dY W."""
 
-    dy: CastConfig = HIGH
-    w: CastConfig = HIGH
+    dy: CastConfig = UNQUANTIZED
+    w: CastConfig = UNQUANTIZED
 
 
 class WgradConfig(Group):
     """Operands of dW = dY^T X."""
 
-    dy: CastConfig = HIGH
-    x: CastConfig = HIGH
+    dy: CastConfig = UNQUANTIZED
+    x: CastConfig = UNQUANTIZED
 
 
 class LossScalingConfig(Group):
@@ -262,14 +262,14 @@ class PrecisionConfig(Group):
         None: no rule. `UNQUANTIZED_RULE`: layers that are quantized in other phases only.
         """
         if rule == UNQUANTIZED_RULE:
-            return {f"{gemm}.{operand}": HIGH for gemm, operand in SLOTS}
+            return {f"{gemm}.{operand}": UNQUANTIZED for gemm, operand in SLOTS}
         own = slots_of(self)
         return own if rule is None or self.modules.casts is None else own | self.modules.casts[rule].given()
 
     @property
-    def quantises(self) -> bool:
+    def quantizes(self) -> bool:
         """Whether any slot in any module or phase is quantized."""
-        return any(cast.quantises for casts in self.cast_sets().values() for cast in casts.values())
+        return any(cast.quantizes for casts in self.cast_sets().values() for cast in casts.values())
 
     @property
     def gather_dtype(self) -> Dtype:

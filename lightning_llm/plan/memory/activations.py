@@ -14,7 +14,7 @@ from lightning_llm.plan.memory.accounting import OURS, Accounting
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of
 from lightning_llm.precision.native.express import NativeRecipe, express
-from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_in_effect
+from lightning_llm.precision.recipe.module_rules import reasons_to_stay_unquantized, rule_in_effect
 
 
 class BlockBytes(NamedTuple):
@@ -142,7 +142,7 @@ def code_bits(plan: Plan, linear: str) -> float | None:
     and their block scales. Emulated linears save the input and quantize it again.
     """
     recipe, layers = plan.config.precision, plan.config.model.num_layers
-    if plan.decision.runs != "native" or reasons_to_stay_high([linear], recipe, layers)[linear] is not None:
+    if plan.decision.runs != "native" or reasons_to_stay_unquantized([linear], recipe, layers)[linear] is not None:
         return None
     casts = recipe.casts_under(rule_in_effect(linear, recipe, layers))
     native: NativeRecipe | None = express(casts)[0]

@@ -33,7 +33,7 @@ from lightning_llm.precision.linear.weight_rules import (
     why_not_codes,
     why_not_kept,
 )
-from lightning_llm.precision.recipe.module_rules import layers_of_casts, reasons_to_stay_high, rule_in_effect
+from lightning_llm.precision.recipe.module_rules import layers_of_casts, reasons_to_stay_unquantized, rule_in_effect
 
 KEEP_KEY = "precision.keep_weight_casts"
 
@@ -85,9 +85,9 @@ def weight_cast_problems(derived: DerivedConfig) -> list[Problem]:
     sets = {key: casts for key, casts in recipe.cast_sets().items() if layers[key]}
     modes = {config.parallel.checkpointing_of(index) for index in range(config.model.num_layers)}
     rotated = modes != {"selective"}
-    native = recipe.quantises and derived.decision.runs == "native"
+    native = recipe.quantizes and derived.decision.runs == "native"
     texts = []
-    if not any(casts[slot].quantises for casts in sets.values() for slot in WEIGHT_SLOTS):
+    if not any(casts[slot].quantizes for casts in sets.values() for slot in WEIGHT_SLOTS):
         texts.append("the recipe casts no weights. Use e.g. precision=fp8_current, or set null or false")
     elif not any(kept_slots(casts, rotated) for casts in sets.values()):
         slots = ((slot, why_not_kept(casts, slot, rotated)) for casts in sets.values() for slot in WEIGHT_SLOTS)
@@ -127,7 +127,7 @@ def _linears(plan: Plan, index: int) -> Iterator[LinearSpec]:
     """Yield the linears of block `index` that are cast."""
     config, linears = plan.config, block_linears(plan.config.model, index)
     names = [f"layers.{index}.{linear.name}" for linear in linears]
-    reasons = reasons_to_stay_high(names, config.precision, config.model.num_layers)
+    reasons = reasons_to_stay_unquantized(names, config.precision, config.model.num_layers)
     yield from (linear for name, linear in zip(names, linears, strict=True) if reasons[name] is None)
 
 
@@ -157,7 +157,7 @@ def parameter_gather_problems(derived: DerivedConfig) -> list[Problem]:
         texts.append(f"is quantised, and parallel={config.parallel.name} shards no weights. Use {layouts}")
     layers = layers_of_casts(linear_names(config.model), recipe, config.model.num_layers)
     sets = {key: casts for key, casts in recipe.cast_sets().items() if layers[key]}
-    cast = {key: casts for key, casts in sets.items() if any(casts[slot].quantises for slot in WEIGHT_SLOTS)}
+    cast = {key: casts for key, casts in sets.items() if any(casts[slot].quantizes for slot in WEIGHT_SLOTS)}
     if not cast:
         texts.append("is quantised, and the recipe casts no weights. Use e.g. precision=fp8_current, or set high")
     for key, casts in cast.items():
@@ -187,7 +187,7 @@ def _coded(config: Config, unit: Unit, index: int, tp: int) -> Unit:
         if linear.role == "expert":  # whose codes are not gathered
             continue
         name = f"layers.{index}.{linear.name}"
-        kept = reasons_to_stay_high([name], recipe, layers)[name] is not None
+        kept = reasons_to_stay_unquantized([name], recipe, layers)[name] is not None
         cast = codes_cast(recipe.casts_under(rule_in_effect(name, recipe, layers)))
         if kept or cast is None:
             continue
@@ -269,7 +269,7 @@ def _copied_in_block(plan: Plan, index: int, unit: Unit) -> int:
     width, tp = DTYPE_BYTES[config.precision.compute_dtype], plan.degrees.width
     copied = width * unit.shard(1)
     names = [f"layers.{index}.{linear.name}" for linear in block_linears(config.model, index)]
-    reasons = reasons_to_stay_high(names, config.precision, config.model.num_layers)
+    reasons = reasons_to_stay_unquantized(names, config.precision, config.model.num_layers)
     for name, linear in zip(names, block_linears(config.model, index), strict=True):
         elements = linear.elements // (tp if linear.role in ("column", "row", "expert") else 1)
         if bits := code_bits(plan, name):

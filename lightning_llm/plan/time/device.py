@@ -19,7 +19,7 @@ from lightning_llm.base.hardware import COMPUTE_UNITS, planned_peak_flops
 from lightning_llm.config.schema import ClusterConfig, Config
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
 from lightning_llm.model.structure import block_linears, feed_forward_of, for_layers, mixer_of
-from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_in_effect
+from lightning_llm.precision.recipe.module_rules import reasons_to_stay_unquantized, rule_in_effect
 
 FORMAT_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 TILES = ((256, 128), (128, 256), (128, 128))
@@ -103,7 +103,7 @@ class Formats:
 
     def __init__(self, recipe: PrecisionConfig, names: list[str], num_layers: int, device: Device):
         self.recipe, self.num_layers, self.device = recipe, num_layers, device
-        self._reasons = reasons_to_stay_high(names, recipe, num_layers)
+        self._reasons = reasons_to_stay_unquantized(names, recipe, num_layers)
         self._high = LinearFormats(dict.fromkeys(GEMMS, recipe.compute_dtype), {})
         self._made: dict[int | None, LinearFormats] = {}
         self.units: set[str] = set()
@@ -126,7 +126,7 @@ class Formats:
         moved: dict[str, float] = {}
         for gemm, operands in GEMMS.items():
             of_gemm = [casts[f"{gemm}.{operand}"] for operand in operands]
-            units = {cast.number_format.unit if cast.quantises else None for cast in of_gemm}
+            units = {cast.number_format.unit if cast.quantizes else None for cast in of_gemm}
             unit = "fp8" if units == {"fp8", "fp4"} else units.pop() if len(units) == 1 else None
             if unit is not None and self.device.peak(unit) is None:
                 self.without_unit.add(unit)

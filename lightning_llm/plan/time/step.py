@@ -79,7 +79,7 @@ def no_time(plan: Plan, cluster: ClusterConfig) -> str | None:
     """
     if plan.decision.runs != "native":
         return f"{plan.decision.runs} ({plan.decision.reason})"
-    formats = _formats(plan, Device(cluster)) if plan.config.precision.quantises else None
+    formats = _formats(plan, Device(cluster)) if plan.config.precision.quantizes else None
     if formats is None or not formats.without_unit:
         return None
     return f"cluster.peak_tflops has no {' and no '.join(sorted(formats.without_unit))}, in which GEMMs run"

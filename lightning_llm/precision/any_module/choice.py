@@ -18,7 +18,7 @@ from lightning_llm.precision.any_module.selection import (
     plain_name,
     why_not_convertible,
 )
-from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, unmatched
+from lightning_llm.precision.recipe.module_rules import reasons_to_stay_unquantized, unmatched
 
 SHOWN = 8
 """Most names in a message."""
@@ -98,13 +98,13 @@ def choose(
     if not linears:
         kinds = ", ".join(sorted({type(each).__name__ for each in root.modules()})[:SHOWN])
         raise ConfigError(Problem("module", f"has no linear layer. Its modules are {kinds}."))
-    if not recipe.quantises:
+    if not recipe.quantizes:
         raise ConfigError(Problem("recipe", f"'{recipe.name}' quantizes nothing: it only sets dtypes.", recipe.name))
     blocks = blocks_in(root, named_blocks)
     problems = [*_unmatched_globs(keep, linears), *_without_steps(recipe, max_steps)]
     usable = recipe if blocks.paths else _without_ends(recipe)
     reasons, places = _own_reasons(root, linears, blocks, keep)
-    decided = reasons_to_stay_high(places.values(), usable, blocks.count)
+    decided = reasons_to_stay_unquantized(places.values(), usable, blocks.count)
     problems += unmatched(usable, places.values(), blocks.count) if places else []
     reasons |= {name: decided[place] for name, place in places.items()}
     fast = _on_fast_paths(root)

@@ -21,7 +21,7 @@ from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.precision.linear.autograd import in_backward
 from lightning_llm.precision.linear.delayed import update_delayed
-from lightning_llm.precision.linear.module import VALIDATION_KEY, quantised_layers, set_recipe, set_step_key
+from lightning_llm.precision.linear.module import VALIDATION_KEY, quantized_layers, set_recipe, set_step_key
 from lightning_llm.precision.linear.operands import shared
 
 
@@ -78,7 +78,7 @@ class StepClock:
     def start(self, module: nn.Module) -> None:
         """Count the passes of `module`, which calls `before_forward` ahead of each forward pass."""
         self.module = module
-        for layer in quantised_layers(module):
+        for layer in quantized_layers(module):
             layer.clock = self
         self._set_keys()
 

@@ -23,7 +23,7 @@ from lightning_llm.precision.any_module.choice import Choice, choose
 from lightning_llm.precision.any_module.clock import StepClock
 from lightning_llm.precision.any_module.report import ModuleReport, QuantizeReport, stepped
 from lightning_llm.precision.any_module.selection import FoundLinear, unwrapped
-from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.linear.module import QuantizedLinear, quantized_layers
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.linear.swap import choose_backend, sum_in_fp32
 from lightning_llm.precision.native.decide import Capability, Decision, capability_here, decide
@@ -110,7 +110,7 @@ def dequantize(module: nn.Module) -> list[str]:
     Raises:
         ConfigError: no layer of the module is quantized, or `train` built it.
     """
-    layers = quantised_layers(module)
+    layers = quantized_layers(module)
     if not layers:
         raise ConfigError(Problem("module", "has no quantized layer. Call quantize(module, recipe) first."))
     if built := [layer.name for layer in layers if not layer.is_adopted]:
@@ -122,7 +122,7 @@ def dequantize(module: nn.Module) -> list[str]:
             del layer._forward_pre_hooks[number]
         layer.release()
     for clock in clocks:
-        if isinstance(clock, StepClock) and clock.module is not None and not quantised_layers(clock.module):
+        if isinstance(clock, StepClock) and clock.module is not None and not quantized_layers(clock.module):
             clock.stop()
     return names
 
@@ -143,7 +143,7 @@ def _check_arguments(module: Any, keep: Any, blocks: Any, group: Any, counts: Ma
             problems.append(Problem(key, f"must be an integer from {lowest} on.", repr(value)))
     if problems:
         raise ConfigError(problems)
-    if found := quantised_layers(module):
+    if found := quantized_layers(module):
         first = found[0].name or "the module itself"
         text = f"has {len(found)} quantized layers already ({first}, ...). Call dequantize(module) before."
         raise ConfigError(Problem("module", text))
@@ -188,7 +188,7 @@ def _how(choice: Choice, device: torch.device) -> _How:
 
 
 def _convert(choice: Choice, how: _How) -> None:
-    first, kind = choice.recipe.at(0, 1), NativeLinear if how.decision.runs == "native" else QuantisedLinear
+    first, kind = choice.recipe.at(0, 1), NativeLinear if how.decision.runs == "native" else QuantizedLinear
     for linear in choice.quantized:
         place = choice.places[linear.name]
         plan = LinearPlan.from_recipe(first, how.backend, rule_in_effect(place, first, choice.blocks.count))
@@ -252,8 +252,8 @@ def _notes(choice: Choice, how: _How) -> tuple[str, ...]:
     return tuple(notes)
 
 
-class QuantisedConv1D(QuantisedLinear):
-    """`QuantisedLinear` with a transposed weight. Attributes are those of Conv1D, which it is made of (`adopt`)."""
+class QuantizedConv1D(QuantizedLinear):
+    """`QuantizedLinear` with a transposed weight. Attributes are those of Conv1D, which it is made of (`adopt`)."""
 
     @property
     def matrix(self) -> Tensor:
@@ -274,11 +274,11 @@ class NativeConv1D(NativeLinear):
         return self.weight.t().contiguous()
 
     def extra_repr(self) -> str:
-        return QuantisedConv1D.extra_repr(self)  # type: ignore[arg-type]
+        return QuantizedConv1D.extra_repr(self)  # type: ignore[arg-type]
 
 
-WITH_TRANSPOSED_WEIGHT: dict[type[QuantisedLinear], type[QuantisedLinear]] = {
-    QuantisedLinear: QuantisedConv1D,
+WITH_TRANSPOSED_WEIGHT: dict[type[QuantizedLinear], type[QuantizedLinear]] = {
+    QuantizedLinear: QuantizedConv1D,
     NativeLinear: NativeConv1D,
 }
 """The class for Conv1D by the class for nn.Linear."""

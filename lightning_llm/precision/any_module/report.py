@@ -14,7 +14,7 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.precision.any_module.clock import StepClock
 from lightning_llm.precision.linear.delayed import delayed_state, load_delayed_state
-from lightning_llm.precision.linear.module import QuantisedLinear, high_precision_forward, quantised_layers
+from lightning_llm.precision.linear.module import QuantizedLinear, high_precision_forward, quantized_layers
 from lightning_llm.precision.linear.plan import CastRecord
 from lightning_llm.precision.linear.statistics import SUMS, cast_sums, figures
 
@@ -28,7 +28,7 @@ def observed(module: nn.Module) -> Iterator[Figures]:
 
     Observing changes no bit. On several ranks, each sees its own casts.
     """
-    layers, sums, found = quantised_layers(module), dict[tuple[str, str], tuple[Tensor, Tensor]](), Figures()
+    layers, sums, found = quantized_layers(module), dict[tuple[str, str], tuple[Tensor, Tensor]](), Figures()
     before = [layer.observe for layer in layers]
     for layer in layers:
         layer.observe = partial(_add, sums, layer)
@@ -42,7 +42,7 @@ def observed(module: nn.Module) -> Iterator[Figures]:
 
 
 @torch.no_grad()
-def _add(sums: dict[tuple[str, str], tuple[Tensor, Tensor]], layer: QuantisedLinear, seen: CastRecord) -> None:
+def _add(sums: dict[tuple[str, str], tuple[Tensor, Tensor]], layer: QuantizedLinear, seen: CastRecord) -> None:
     its_sums, its_span = cast_sums(seen)
     nothing = its_sums.new_tensor([math.inf, -math.inf])
     total, span = sums.get((layer.name, seen.slot), (torch.zeros_like(its_sums), nothing))

@@ -1,7 +1,7 @@
 """Quantize a 2-D tensor by a cast: rotation, blocks along an axis, a scale per block, elements in a small format.
 
 Three pure stages, so that a reduction over ranks can come between the first two and each fuses into one kernel:
-`tensor_amax` (where the cast has a tensor-level scale) and `scale` of `scales.py`, and `round_blocks`. `quantise`
+`tensor_amax` (where the cast has a tensor-level scale) and `scale` of `scales.py`, and `round_blocks`. `quantize`
 runs all of them and returns all intermediate results.
 
 A cast with a transform is preceded by `rotate`. Both operands of a GEMM are rotated by the same orthogonal
@@ -74,7 +74,7 @@ class Operand(NamedTuple):
         factor = self.factor if self.factor is None or self.factor.dim() == 0 else self.factor.T
         return Operand(self.tensor.T, factor, None, blocks)
 
-    def dequantised(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """Return the dequantized operand, fp32 [R, C], with all scales applied."""
         numbers = self.tensor.float()
         if self.blocks is not None:
@@ -84,8 +84,8 @@ class Operand(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Quantised:
-    """A quantised 2-D tensor. `values` [R, C] fp32 on the format's grid; `dequantised` [R, C] fp32, both exact.
+class Quantized:
+    """A quantised 2-D tensor. `values` [R, C] fp32 on the format's grid; `dequantized` [R, C] fp32, both exact.
 
     `stored_scale`: one per block, [R / rows, C / columns] (a scalar per tensor); `inside` [R, C]: true where the
     scaled element was within the format's range.
@@ -93,7 +93,7 @@ class Quantised:
 
     values: Tensor
     stored_scale: Tensor
-    dequantised: Tensor
+    dequantized: Tensor
     inside: Tensor
     format: NumberFormat
 
@@ -198,7 +198,7 @@ def contraction_scales(block: Tensor, cast: CastConfig, axis: int, x: Tensor) ->
     return BlockScales(per_row, whole_axes(shape, x)[axis], axis)
 
 
-def quantise(
+def quantize(
     x: Tensor,
     cast: CastConfig,
     axis: int = 1,
@@ -206,7 +206,7 @@ def quantise(
     noise: Tensor | None = None,
     amax: Tensor | None = None,
     delayed: Tensor | None = None,
-) -> Quantised:
+) -> Quantized:
     """Return `x` [R, C] (bf16, fp16 or fp32) quantised by `cast` with blocks along the contraction `axis`.
 
     No Hadamard transform is applied here. Stochastic rounding takes `noise` [R, C] in [0, 1), see `keyed_noise`. `amax`
@@ -221,7 +221,7 @@ def quantise(
     stored = cast.scale_kind.stored(scaled)
     # Transformer Engine's E2M1 codes are negative where x < 0: not for -0, nor for NaN, which +6 replaces.
     sign = elements if cast.number_format.has_nan else torch.where(elements < 0, -1.0, 1.0)
-    return Quantised(
+    return Quantized(
         unblocked(copy_sign(values.abs(), sign), x, shape),
         stored if shape is None else per_block(stored, shape),
         unblocked(scaled.dequantized(values), x, shape),

@@ -1,7 +1,7 @@
 """Round fp32 values to a number format, saturating, as cast instructions and published emulators do; its codes.
 
 A number v with 2^e <= |v| < 2^(e+1) has the grid step 2^(max(e, min_exponent) - mantissa_bits). Exponents never come
-from log2, which in fp32 already errs at 2^10 (1 - 2^-24). The sign of a zero is not kept (`quantise` restores it).
+from log2, which in fp32 already errs at 2^10 (1 - 2^-24). The sign of a zero is not kept (`quantize` restores it).
 """
 
 import functools

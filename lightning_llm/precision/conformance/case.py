@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import inductor
-from lightning_llm.precision.cast.quantize import Quantised, quantise
+from lightning_llm.precision.cast.quantize import Quantized, quantize
 from lightning_llm.precision.cast.rounding import decode
 
 BF16_ARRAYS = ("x", "X", "W", "dY", "rht_xT")
@@ -50,7 +50,7 @@ class Runner:
 
         return inductor.compiled(bound, _identity(function, constants)) if self.compiled else bound
 
-    def quantise(
+    def quantize(
         self,
         x: Tensor,
         cast: CastConfig,
@@ -58,17 +58,17 @@ class Runner:
         noise: Tensor | None = None,
         amax: Tensor | None = None,
         delayed: Tensor | None = None,
-    ) -> Quantised:
-        """Return `quantize.quantise`'s result."""
-        values, stored, dequantised, inside = self(_quantise, x, noise, amax, delayed, cast=cast, axis=axis)
-        return Quantised(values, stored, dequantised, inside, cast.number_format)
+    ) -> Quantized:
+        """Return `quantize.quantize`'s result."""
+        values, stored, dequantized, inside = self(_quantize, x, noise, amax, delayed, cast=cast, axis=axis)
+        return Quantized(values, stored, dequantized, inside, cast.number_format)
 
 
-def _quantise(
+def _quantize(
     x: Tensor, noise: Tensor | None, amax: Tensor | None, delayed: Tensor | None, cast: CastConfig, axis: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made = quantise(x, cast, axis, noise=noise, amax=amax, delayed=delayed)
-    return made.values, made.stored_scale, made.dequantised, made.inside
+    made = quantize(x, cast, axis, noise=noise, amax=amax, delayed=delayed)
+    return made.values, made.stored_scale, made.dequantized, made.inside
 
 
 @dataclass(frozen=True)

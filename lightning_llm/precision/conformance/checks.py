@@ -55,7 +55,7 @@ def scale_from_amax(case: Case) -> Iterator[Check]:
 def current(case: Case) -> Iterator[Check]:
     """Check per-tensor FP8 with the tensor's own amax."""
     name = case.spec["format"]
-    made = case.run.quantise(case.tensor("x"), CastConfig(format=name, scale=plain_scale(case)))
+    made = case.run.quantize(case.tensor("x"), CastConfig(format=name, scale=plain_scale(case)))
     power = case.spec["pow2"]
     yield case.codes("codes", made.codes, name)
     yield case.exact("scale", scales.divide(1.0, made.stored_scale) if power else made.stored_scale)
@@ -66,7 +66,7 @@ def delayed_cast(case: Case) -> Iterator[Check]:
     """Check per-tensor FP8 with a given scale, and the amax it records."""
     name, x = case.spec["format"], case.tensor("x")
     cast = CastConfig(format=name, scale="delayed", delayed=DelayedConfig())
-    yield case.codes("codes", case.run.quantise(x, cast, delayed=case.tensor("scale")).codes, name)
+    yield case.codes("codes", case.run.quantize(x, cast, delayed=case.tensor("scale")).codes, name)
     yield case.exact("amax", case.run(_amax, x))
 
 
@@ -80,7 +80,7 @@ def blocks(case: Case) -> Iterator[Check]:
     cast = CastConfig(format=name, block=block, scale=plain_scale(case))
     x = case.tensor("x")
     for axis, suffix in ((1, ""), (0, "_t")):
-        made = case.run.quantise(x, cast, axis)
+        made = case.run.quantize(x, cast, axis)
         codes, inverse = made.codes, made.stored_scale
         yield case.codes(f"codes{suffix}", codes if axis == 1 else codes.T, name)
         yield case.exact(f"scale_inv{suffix}", inverse if axis == 1 else inverse.T)
@@ -92,7 +92,7 @@ def mxfp8(case: Case) -> Iterator[Check]:
     cast = CastConfig(format=name, block="1x32", scale="e8m0_ceil")
     for axis, suffix in ((1, ""), (0, "_t")):
         if f"codes{suffix}" in case:
-            made = case.run.quantise(x, cast, axis)
+            made = case.run.quantize(x, cast, axis)
             codes, exponents = made.codes, made.stored_scale
             yield case.codes(f"codes{suffix}", codes if axis == 1 else codes.T, name)
             yield case.exact(f"e8m0{suffix}", exponents if axis == 1 else exponents.T)
@@ -102,7 +102,7 @@ def mx_ocp(case: Case) -> Iterator[Check]:
     """Check OCP MX blocks by microxcaling's rules."""
     rounding: Rounding = "even" if case.spec["rounding"] == "RNE" else "half_away"
     cast = CastConfig(format=case.spec["format"], block="1x32", scale="e8m0_floor", rounding=rounding)
-    yield case.exact("expected", case.run.quantise(case.tensor("x"), cast).dequantised)
+    yield case.exact("expected", case.run.quantize(case.tensor("x"), cast).dequantized)
 
 
 def nvfp4(case: Case) -> Iterator[Check]:
@@ -129,7 +129,7 @@ def nvfp4(case: Case) -> Iterator[Check]:
 
 
 def _two_level(case: Case, x: Tensor, cast: CastConfig, axis: int, suffix: str) -> Iterator[Check]:
-    made = case.run.quantise(x, cast, axis)
+    made = case.run.quantize(x, cast, axis)
     stored = made.stored_scale
     if cast.block == "16x16":  # recorded with every row's scale, as the kernels store it
         stored = stored.repeat_interleave(16, dim=1 - axis)
@@ -167,11 +167,11 @@ def mxfp4_stochastic(case: Case) -> Iterator[Check]:
     """Check MXFP4 with stochastic rounding: given noise exactly, or mean and spread over 4,096 draws of torch.rand."""
     x = case.tensor("x")
     if "expected" in case:
-        yield case.exact("expected", case.run.quantise(x, MXFP4_SR, noise=case.tensor("u")).dequantised)
+        yield case.exact("expected", case.run.quantize(x, MXFP4_SR, noise=case.tensor("u")).dequantized)
         return
     draws = 4096
     noise = torch.rand(draws * x.shape[0], x.shape[1], generator=torch.Generator().manual_seed(0))
-    sample = case.run.quantise(x.repeat(draws, 1), MXFP4_SR, noise=noise).dequantised.double()
+    sample = case.run.quantize(x.repeat(draws, 1), MXFP4_SR, noise=noise).dequantized.double()
     sample = sample.reshape(draws, *x.shape)
     step, std = case.tensor("step").double(), case.tensor("std").double()
     value = x.double()
@@ -192,14 +192,14 @@ def quartet(case: Case) -> Iterator[Check]:
     rotated = x if identity else rotate(x, rotation(32, None, x.device), 1, torch.float32)
     excused = 0.0 if identity else 0.002
     forward = CastConfig(format="e2m1", block="1x32", scale="quest", rounding="half_to_zero", clip_gradient=True)
-    made = case.run.quantise(rotated, forward)
+    made = case.run.quantize(rotated, forward)
     expected = case.tensor("quest_out").double().abs()
-    yield case.close("quest_out", made.dequantised, expected * 1e-6, excused)
+    yield case.close("quest_out", made.dequantized, expected * 1e-6, excused)
     yield case.exact("quest_mask", made.inside) if identity else case.close("quest_mask", made.inside, 0.0, excused)
     backward = MXFP4_SR.model_copy(update={"rounding": "stochastic_compare"})
     signs = case.tensor("sr_signs").tile(x.shape[1] // 32)
     # The signs are on the output side: they flip rotated elements, and the rounding of magnitudes does not change.
-    draw = case.run.quantise(rotated, backward, noise=case.tensor("sr_u")).dequantised * signs
+    draw = case.run.quantize(rotated, backward, noise=case.tensor("sr_u")).dequantized * signs
     yield case.close("sr_out", draw, case.tensor("sr_out").double().abs() * 1e-6, excused)
 
 
@@ -249,7 +249,7 @@ def _product(case: Case, a: Tensor, b: Tensor, signs: str, noise_a: str, noise_b
         each = tensor.float().contiguous()
         if rotated:
             each = rotate(each, rotation(64, case.tensor(signs), each.device), 1, torch.float32)
-        made.append(case.run.quantise(each, MXFP4_SR, noise=case.tensor(noise)).dequantised)
+        made.append(case.run.quantize(each, MXFP4_SR, noise=case.tensor(noise)).dequantized)
     return made[0] @ made[1].T
 
 
@@ -287,8 +287,8 @@ def six_slots(case: Case, inputs: dict[str, Tensor]) -> Iterator[Check]:
     }
     operands = {}
     for name, (tensor, cast, axis) in slots.items():
-        dequantised = case.run.quantise(tensor, cast, axis).dequantised
-        last = (dequantised if axis == 1 else dequantised.T).contiguous() + 0.0
+        dequantized = case.run.quantize(tensor, cast, axis).dequantized
+        last = (dequantized if axis == 1 else dequantized.T).contiguous() + 0.0
         yield case.exact(f"{name}_corner", last[:24, :24])
         digest = hashlib.sha256(last.numpy().tobytes()).hexdigest()
         recorded = case.spec["sha256_dequant_fp32_plus0"][name]

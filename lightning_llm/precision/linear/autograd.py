@@ -51,7 +51,7 @@ class _Forward:
         """Return the input of `slot`: the high-precision tensor, or its quantized form in the same dtype."""
         if self.call.plan.casts[slot].source == "high_precision":
             return self.tensors[role]()
-        return self.operand(role).dequantised().to(self.dtype)
+        return self.operand(role).dequantized().to(self.dtype)
 
     def through(self, gradient: Tensor, role: str, other: str) -> Tensor:
         """Take a gradient with respect to fprop's operand of `role` back through its cast: times the rule's factor.
@@ -123,7 +123,7 @@ def backward(
     return dx, dw, dbias
 
 
-class _QuantisedLinear(torch.autograd.Function):
+class _QuantizedLinear(torch.autograd.Function):
     """`forward` and `backward` of one call. X [M, K], W [N, K], b [N] or None."""
 
     @staticmethod
@@ -155,7 +155,7 @@ class _QuantisedLinear(torch.autograd.Function):
         return *gradients, None, None, None, None, None
 
 
-def quantised_linear(
+def quantized_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -175,7 +175,7 @@ def quantised_linear(
     block or rotation does not fit.
     """
     flat = x.reshape(-1, x.shape[-1])  # [M, K]
-    y = _QuantisedLinear.apply(flat, weight, bias, keys, scales, plan, record, on_backward)  # [M, N]
+    y = _QuantizedLinear.apply(flat, weight, bias, keys, scales, plan, record, on_backward)  # [M, N]
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -221,7 +221,7 @@ def operator(
 
 # Reports to amaxes and observers are side effects. A compiler that assumes a pure operator does not lose them: the
 # result is always used, and no two calls are equal, because each layer has a number.
-@torch.library.custom_op("lightning_llm::quantised_linear", mutates_args=())
+@torch.library.custom_op("lightning_llm::quantized_linear", mutates_args=())
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor | None, layer: Tensor, high: bool, records: bool
 ) -> Tensor:
@@ -234,7 +234,7 @@ def _forward(
         return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-@torch.library.custom_op("lightning_llm::quantised_linear_backward", mutates_args=())
+@torch.library.custom_op("lightning_llm::quantized_linear_backward", mutates_args=())
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor | None, layer: Tensor,
     high: bool, records: bool, needs_dx: bool, needs_dw: bool,
@@ -287,7 +287,7 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
-OPERATOR = torch.ops.lightning_llm.quantised_linear.default
+OPERATOR = torch.ops.lightning_llm.quantized_linear.default
 """The operator in a graph: a matrix product with its casts."""
 _DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 

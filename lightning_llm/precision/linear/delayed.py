@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_llm.config.schema.precision import CastConfig, DelayedConfig
 from lightning_llm.precision.cast.rounding import FLOAT_MAX
-from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.linear.module import QuantizedLinear, quantized_layers
 from lightning_llm.precision.linear.plan import ROLES
 
 
@@ -64,7 +64,7 @@ def update_delayed(
     # In a phase without delayed casts histories are kept, and nothing is to be taken from them.
     delayed = [
         layer
-        for layer in quantised_layers(model)
+        for layer in quantized_layers(model)
         if layer.plan.delayed_casts() and after in (None, layer.delayed_config().update)
     ]
     if reduce_max is not None:  # another rank may have run layers that this one has not run yet
@@ -78,7 +78,7 @@ def update_delayed(
     if reduce_max is not None:
         latest = reduce_max(latest)
     # Layers of one recipe are updated as one tensor: a dozen kernels in all, not for each.
-    alike: dict[tuple[DelayedConfig, tuple[CastConfig | None, ...]], list[tuple[QuantisedLinear, Tensor]]] = {}
+    alike: dict[tuple[DelayedConfig, tuple[CastConfig | None, ...]], list[tuple[QuantizedLinear, Tensor]]] = {}
     for layer, row in zip(layers, latest.split(len(ROLES)), strict=True):
         casts = layer.plan.delayed_casts()
         alike.setdefault((layer.delayed_config(), tuple(casts.get(role) for role in ROLES)), []).append((layer, row))
@@ -87,7 +87,7 @@ def update_delayed(
 
 
 def _update_alike(
-    layers: list[QuantisedLinear], rows: list[Tensor], casts: tuple[CastConfig | None, ...], config: DelayedConfig
+    layers: list[QuantizedLinear], rows: list[Tensor], casts: tuple[CastConfig | None, ...], config: DelayedConfig
 ) -> None:
     """Update layers with the same casts; `rows` are their amaxes since the last update. Each gets its columns."""
     earlier = [layer.amax_history[1:] for layer in layers if layer.amax_history is not None]
@@ -109,7 +109,7 @@ def _largest(casts: tuple[CastConfig | None, ...], device: torch.device) -> Tens
 def delayed_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Return delayed scaling's state by layer name: `scale` and `amax_history`, columns x, w, dy. For checkpoints."""
     state: dict[str, dict[str, Tensor]] = {}
-    for layer in quantised_layers(model):
+    for layer in quantized_layers(model):
         if layer.scale is not None and layer.amax_history is not None:
             state[layer.name] = {"scale": layer.scale.clone(), "amax_history": layer.amax_history.clone()}
     return state
@@ -122,7 +122,7 @@ def load_delayed_state(model: nn.Module, state: dict[str, dict[str, Tensor]]) ->
     keep what there is for the next phase, and are not missing anything.
     """
     missing = []
-    for layer in quantised_layers(model):
+    for layer in quantized_layers(model):
         layer.reset_delayed()
         delayed_now = bool(layer.plan.delayed_casts())
         if layer.name not in state:

@@ -1,6 +1,6 @@
 """Weights of linears that ranks gather as FP8 codes: codes of a shard, and operands of the whole.
 
-The codes are those of `quantize.quantise` of the whole weight in the compute dtype. The gathered weight has their
+The codes are those of `quantize.quantize` of the whole weight in the compute dtype. The gathered weight has their
 values on the format's grid, exact in any 16-bit dtype; both GEMMs multiply these like the result of an ordinary cast.
 """
 
@@ -13,7 +13,7 @@ from lightning_llm.precision.cast import inductor, scales
 from lightning_llm.precision.cast.quantize import Operand, contraction_scales
 from lightning_llm.precision.cast.rounding import torch_dtype
 from lightning_llm.precision.cast.scales import BlocksToScale, Scaled, block_shape, blocked, per_block, unblocked
-from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.module import QuantizedLinear
 from lightning_llm.precision.linear.plan import ROLES, WantedCast, WeightCasts
 from lightning_llm.precision.linear.weight_rules import codes_cast
 
@@ -25,7 +25,7 @@ class GatheredWeight(WeightCasts):
     reduced amax is valid within a training step (`begin_step` to `end_step`); outside, weights may have changed.
     """
 
-    def __init__(self, layer: QuantisedLinear):
+    def __init__(self, layer: QuantizedLinear):
         super().__init__()
         self.layer = layer
         self.amax: Tensor | None = None
@@ -107,7 +107,7 @@ class GatheredWeight(WeightCasts):
         """Return the amax of a weight gathered as codes, which cannot be computed from them."""
         return None if self.gathered is None else self.amax
 
-    def check_high(self) -> None:
+    def check_unquantized(self) -> None:
         """Raise RuntimeError if the weight was gathered as codes, so an unquantized GEMM cannot read it."""
         if self.gathered is not None:
             raise RuntimeError(

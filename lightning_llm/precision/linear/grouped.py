@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.linalg.grouped import GroupedLinear, Groups
 from lightning_llm.linalg.local_part import local
-from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.module import QuantizedLinear
 from lightning_llm.precision.linear.plan import LinearPlan
 
 
-class QuantisedGroupedLinear(GroupedLinear):
+class QuantizedGroupedLinear(GroupedLinear):
     """`GroupedLinear` with the operands of each expert's GEMMs cast by a plan. `experts`: one layer per expert.
 
     They hold no weights: each call gives them a part of this module's. A tensor-parallel rank, which holds some
@@ -33,7 +33,7 @@ class QuantisedGroupedLinear(GroupedLinear):
             super().__init__(linear.groups, linear.in_features, linear.out_features)
             shape = nn.Linear(linear.in_features, linear.out_features, bias=False)
         self.weight, self.training, self.row_multiple = linear.weight, linear.training, multiple
-        self.experts = tuple(QuantisedLinear(f"{name}.{number}", shape, plan) for number in range(linear.groups))
+        self.experts = tuple(QuantizedLinear(f"{name}.{number}", shape, plan) for number in range(linear.groups))
         for expert in self.experts:
             expert.place = name
 
@@ -81,7 +81,7 @@ def row_multiple(sets: Iterable[Mapping[str, CastConfig]]) -> int:
     """Return the number of rows that whole blocks and rotations of x and dy need, under all sets of six casts."""
     sizes = [1]
     for slot, cast in (pair for casts in sets for pair in casts.items()):
-        if slot.endswith(".w") or not cast.quantises:
+        if slot.endswith(".w") or not cast.quantizes:
             continue
         summed = slot.startswith("wgrad")
         if cast.block_size is not None:

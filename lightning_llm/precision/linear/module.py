@@ -17,12 +17,12 @@ from lightning_llm.linalg.grouped import GroupedLinear
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.random_bits import hash_words
 from lightning_llm.precision.linear import autograd
-from lightning_llm.precision.linear.autograd import Record, quantised_linear
+from lightning_llm.precision.linear.autograd import Record, quantized_linear
 from lightning_llm.precision.linear.operands import LinearCall, shared
 from lightning_llm.precision.linear.plan import KEY_COUNT, ROLES, KeptCasts, LinearPlan, Observe
 from lightning_llm.precision.recipe.module_rules import rule_in_effect
 
-HIGH_CASTS = slots_of(PrecisionConfig(name="high", compute_dtype="fp16"))
+UNQUANTIZED_CASTS = slots_of(PrecisionConfig(name="high", compute_dtype="fp16"))
 VALIDATION_KEY = 1 << 31
 """Added to a validation batch's index, so that its random bits differ from those of all training micro-batches."""
 
@@ -35,7 +35,7 @@ class Clock(Protocol):
         ...
 
 
-class QuantisedLinear(nn.Linear):
+class QuantizedLinear(nn.Linear):
     """Linear layer with the operands of its three GEMMs cast by `plan`. Parameters and their names are nn.Linear's.
 
     `keys` (int64 [KEY_COUNT]) is set by `set_step_key` before a forward pass; calls keep the tensor they saw for their
@@ -135,7 +135,7 @@ class QuantisedLinear(nn.Linear):
         call = self.call_now(self._keys_on(x.device), x.device, high)
         recorder = self.recorder if records else None
         clock = None if self.clock is None else self.clock.backward_runs
-        return quantised_linear(x, weight, bias, call.plan, call.keys, call.scales, recorder, clock)
+        return quantized_linear(x, weight, bias, call.plan, call.keys, call.scales, recorder, clock)
 
     @property
     def keys_device(self) -> torch.device:
@@ -148,7 +148,7 @@ class QuantisedLinear(nn.Linear):
 
     def _without_casts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.plan.weight_casts is not None:
-            self.plan.weight_casts.check_high()
+            self.plan.weight_casts.check_unquantized()
         if x.dtype == torch.float16 and x.device.type == "cpu":  # where an fp16 GEMM crawls, and is emulated
             return self._multiply(x, weight, bias, high=True)
         if self.plan.wgrad_dtype is not None:
@@ -163,7 +163,7 @@ class QuantisedLinear(nn.Linear):
         Delayed scales start on `device` where there are none.
         """
         if high:
-            return LinearCall(replace(self.plan, casts=HIGH_CASTS), None, None)
+            return LinearCall(replace(self.plan, casts=UNQUANTIZED_CASTS), None, None)
         if self.plan.delayed_casts():
             self.materialise_state(device)
         observe = self.observe if observed else None
@@ -223,7 +223,7 @@ class QuantisedLinear(nn.Linear):
 
     def casts_text(self) -> str:
         """Return the formats by slot, e.g. "fprop.x=e4m3, fprop.w=e4m3"."""
-        return ", ".join(f"{slot}={cast.format}" for slot, cast in self.plan.casts.items() if cast.quantises)
+        return ", ".join(f"{slot}={cast.format}" for slot, cast in self.plan.casts.items() if cast.quantizes)
 
 
 def _sharded_as(current: type[nn.Module], wanted: type[nn.Module]) -> type[nn.Module]:
@@ -236,11 +236,11 @@ def _sharded_as(current: type[nn.Module], wanted: type[nn.Module]) -> type[nn.Mo
     return type(f"FSDP{wanted.__name__}", (FSDPModule, wanted), own)
 
 
-def quantised_layers(model: nn.Module) -> list[QuantisedLinear]:
+def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:
     """Return the model's quantised layers, in module order; of linears of experts one per expert."""
-    found: list[QuantisedLinear] = []
+    found: list[QuantizedLinear] = []
     for module in model.modules():
-        if isinstance(module, QuantisedLinear):
+        if isinstance(module, QuantizedLinear):
             found.append(module)
         elif isinstance(module, GroupedLinear):
             found += getattr(module, "experts", ())
@@ -252,7 +252,7 @@ def set_step_key(model: nn.Module, key: StepKey) -> None:
 
     A layer's key depends on its name, so it is the same on every pipeline stage. One tensor is made for all layers.
     """
-    layers = [layer for layer in quantised_layers(model) if layer.plan.random]
+    layers = [layer for layer in quantized_layers(model) if layer.plan.random]
     if not layers:
         return
     names = torch.tensor([name_word(layer.name) for layer in layers])[:, None]
@@ -276,7 +276,7 @@ def recompute_contexts(
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        layers = quantised_layers(model)
+        layers = quantized_layers(model)
         again = [(layer.keys, None if layer.observe is None else _unseen) for layer in layers]
         return _repeated(layers, None), _repeated(layers, again)
 
@@ -289,7 +289,7 @@ def _unseen(cast: Any) -> None:
 
 @contextmanager
 def _repeated(
-    layers: list[QuantisedLinear], again: Sequence[tuple[Tensor | None, Observe | None]] | None
+    layers: list[QuantizedLinear], again: Sequence[tuple[Tensor | None, Observe | None]] | None
 ) -> Iterator[None]:
     """Set the layers' keys and observers for a while, None leaves them; no cast from outside it is shared within."""
     before = [(layer.keys, layer.observe) for layer in layers]
@@ -306,7 +306,7 @@ def _repeated(
 @contextmanager
 def high_precision_forward(model: nn.Module) -> Iterator[None]:
     """Run the same weights without any cast: the other view of validation."""
-    layers = quantised_layers(model)
+    layers = quantized_layers(model)
     for layer in layers:
         layer.bypass = True
     try:
@@ -322,7 +322,7 @@ def set_recipe(model: nn.Module, recipe: PrecisionConfig, num_layers: int) -> No
     `num_layers`: blocks of the whole model. Layers that the swap left unquantized stay so; unused delayed scales are
     kept.
     """
-    for layer in quantised_layers(model):
+    for layer in quantized_layers(model):
         if not layer.plan.fixed:
             rule = rule_in_effect(layer.place, recipe, num_layers)
             layer.plan = replace(layer.plan, casts=recipe.casts_under(rule), rule=rule)

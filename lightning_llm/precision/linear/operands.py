@@ -127,7 +127,7 @@ class LinearCall(NamedTuple):
         if not callable(x) and self._is_shared(slot):
             made_by = inductor.cast_by(cast, axis, self.plan.backend)
             return shared.of(x.detach(), slot, (made_by, axis, cast.hadamard), lambda: self._made(x, slot, axis))
-        if source is None or not slot.endswith(".w") or not cast.quantises:
+        if source is None or not slot.endswith(".w") or not cast.quantizes:
             return self._made(x, slot, axis)
         weight = x if callable(x) else lambda: x
         make, observed = partial(self._made, weight, slot, axis), self.plan.observe is not None
@@ -137,7 +137,7 @@ class LinearCall(NamedTuple):
         """Return a function of (slot, axis) to `dy`'s operand; it is made once if both GEMMs read the same codes."""
         casts = self.plan.casts
         cast = casts["dgrad.dy"]
-        if not cast.quantises or cast != casts["wgrad.dy"] or cast.block != "tensor" or self.plan.observe is not None:
+        if not cast.quantizes or cast != casts["wgrad.dy"] or cast.block != "tensor" or self.plan.observe is not None:
             return partial(self.operand, dy)
         if cast.stochastic or cast.hadamard is not None:
             return partial(self.operand, dy)
@@ -147,7 +147,7 @@ class LinearCall(NamedTuple):
     def _is_shared(self, slot: str) -> bool:
         """Whether all layers that read the same X share the operand of `slot`, on this rank."""
         cast, plan = self.plan.casts[slot], self.plan
-        if not slot.endswith(".x") or not cast.quantises or cast.stochastic or cast.scale_kind.from_history:
+        if not slot.endswith(".x") or not cast.quantizes or cast.stochastic or cast.scale_kind.from_history:
             return False
         if cast.source == "quantised" or (cast.hadamard is not None and cast.hadamard.signs == "random"):
             return False
@@ -165,7 +165,7 @@ class LinearCall(NamedTuple):
             x = x if s is None else rotate(x, s, axis, to, cast.hadamard.transform)
             if axis == 1:  # rows of the whole tensor are padded as well
                 origin = origin._replace(row_stride=cast.hadamard.padded(origin.row_stride))
-        if not cast.quantises:
+        if not cast.quantizes:
             return Operand(x)
         observe = self.plan.observe
         return inductor.operand(

@@ -93,7 +93,7 @@ class WeightCasts:
     def tell_amax(self, amax: Tensor) -> None:
         """Receive the `amax` of the weight, an fp32 scalar, which was computed because `known_amax` returned None."""
 
-    def check_high(self) -> None:
+    def check_unquantized(self) -> None:
         """Raise RuntimeError if the layer does not hold the weight itself."""
 
 

@@ -36,7 +36,7 @@ def cast_sums(seen: CastRecord) -> tuple[Tensor, Tensor]:
 
     The last two sums, which need a history, are 0; the scales are (inf, -inf) where all blocks are zero.
     """
-    x, made, multiplier = seen.rounded.detach().float(), seen.operand.dequantised(), seen.scaled.multiplier
+    x, made, multiplier = seen.rounded.detach().float(), seen.operand.dequantized(), seen.scaled.multiplier
     largest = block_amax(x, seen.cast, seen.axis)
     sums = _sums(x, made, largest.amax())
     if not bool(torch.isfinite(sums).all()):

@@ -11,15 +11,15 @@ from lightning_llm.linalg.cast_linear import CastOnUse
 from lightning_llm.linalg.grouped import GroupedLinear
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.inductor import Backend
-from lightning_llm.precision.linear.grouped import QuantisedGroupedLinear, row_multiple
-from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.grouped import QuantizedGroupedLinear, row_multiple
+from lightning_llm.precision.linear.module import QuantizedLinear
 from lightning_llm.precision.linear.plan import LinearPlan, wgrad_dtype_of
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.recipe.module_rules import (
     Coverage,
     coverage,
     nothing_converted,
-    reasons_to_stay_high,
+    reasons_to_stay_unquantized,
     rule_in_effect,
 )
 
@@ -55,7 +55,7 @@ def choose_backend(recipe: PrecisionConfig, device_type: str) -> tuple[Backend, 
 
     Raises ConfigError if they should be compiled and cannot be.
     """
-    if not recipe.quantises:
+    if not recipe.quantizes:
         return "eager", None
     if recipe.casts == "eager":
         return "eager", "casts run eagerly, some ten times slower, since precision.casts=eager asks for it"
@@ -86,7 +86,7 @@ def swap_linears(
     casts converts no layer, or casts should be compiled and cannot be.
     """
     note = None
-    native = recipe.quantises and decision.runs == "native"
+    native = recipe.quantizes and decision.runs == "native"
     if native:
         backend = "eager"
     elif backend is None:
@@ -97,7 +97,7 @@ def swap_linears(
     high = LinearPlan(casts, backend, fixed=True, wgrad_dtype=wgrad_dtype_of(recipe))
     kinds = nn.Linear | GroupedLinear
     linears = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-    reasons = reasons_to_stay_high(linears, recipe, num_layers)
+    reasons = reasons_to_stay_unquantized(linears, recipe, num_layers)
     if problems := nothing_converted(recipe, reasons):
         raise ConfigError(problems)
     multiple = row_multiple(recipe.cast_sets().values())
@@ -105,11 +105,11 @@ def swap_linears(
         if isinstance(module, GroupedLinear):  # its products of fp16 on a CPU are exact without casts
             if reasons[name] is None:
                 plan = LinearPlan.from_recipe(first, backend, rule_in_effect(name, first, num_layers))
-                _replace(model, name, QuantisedGroupedLinear(name, module, plan, multiple))
+                _replace(model, name, QuantizedGroupedLinear(name, module, plan, multiple))
         elif reasons[name] is None or emulate:
             rule = rule_in_effect(name, first, num_layers)
             plan = LinearPlan.from_recipe(first, backend, rule) if reasons[name] is None else high
-            made = _native(name, module, plan, sharded) if native else QuantisedLinear(name, module, plan)
+            made = _native(name, module, plan, sharded) if native else QuantizedLinear(name, module, plan)
             _replace(model, name, made)
     if recipe.wgrad_dtype is not None:
         for each in model.modules():
@@ -120,7 +120,7 @@ def swap_linears(
     return SwapReport(converted, kept, backend, note, decision, coverage(recipe, linears, num_layers))
 
 
-def _native(name: str, module: nn.Linear, plan: LinearPlan, sharded: bool) -> QuantisedLinear:
+def _native(name: str, module: nn.Linear, plan: LinearPlan, sharded: bool) -> QuantizedLinear:
     # Imported late, because it imports Transformer Engine.
     from lightning_llm.precision.native.transformer_engine import NativeLinear
 

@@ -15,7 +15,7 @@ def why_not_kept(casts: Mapping[str, CastConfig], slot: str, rotated: bool = Tru
     expects the same matrix products as in the forward pass, including those of rotations.
     """
     cast = casts[slot]
-    if not cast.quantises:
+    if not cast.quantizes:
         return "leaves the weight in compute_dtype"
     if cast.stochastic:
         return "is rounded stochastically, by other bits in each micro-batch"
@@ -108,7 +108,7 @@ def why_not_codes(casts: Mapping[str, CastConfig]) -> str | None:
 
 
 def _why_not(cast: CastConfig) -> str | None:
-    if not cast.quantises:
+    if not cast.quantizes:
         return "reads the weight in compute_dtype, so that it has to be gathered in it"
     if cast.source != "high_precision":
         return "is made of fprop's quantised weight, along another axis than its codes"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
-from lightning_llm.precision.cast.quantize import fixed_signs, quantise, rotate, rotation
+from lightning_llm.precision.cast.quantize import fixed_signs, quantize, rotate, rotation
 from lightning_llm.precision.cast.scales import divide, tensor_amax
 from lightning_llm.precision.linear.plan import DTYPES, KEY_COUNT, ROLES, LinearPlan, Shard
 from lightning_llm.precision.native import transformer_engine
@@ -26,7 +26,7 @@ COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StoredCodes(NamedTuple):
-    """An operand as it is kept: uint8 `codes` [R, C], and fp32 `scales` in the layout of `Quantised.stored_scale`."""
+    """An operand as it is kept: uint8 `codes` [R, C], and fp32 `scales` in the layout of `Quantized.stored_scale`."""
 
     codes: Tensor
     scales: Tensor
@@ -40,7 +40,7 @@ def _for_both_directions(quantizer: Any, group: Any) -> Any:
     return own
 
 
-def quantised_by(quantizer: Any, tensor: Tensor, group: Any = None) -> Any:
+def quantized_by(quantizer: Any, tensor: Tensor, group: Any = None) -> Any:
     """Return `tensor` as one of Transformer Engine's quantisers makes it, both directions.
 
     `group`: process group of the ranks with the other parts of a tensor that has one scale.
@@ -48,7 +48,7 @@ def quantised_by(quantizer: Any, tensor: Tensor, group: Any = None) -> Any:
     return _for_both_directions(quantizer, group)(tensor)
 
 
-def quantised_with_bias_gradient(quantizer: Any, tensor: Tensor, group: Any = None) -> tuple[Tensor, Any]:
+def quantized_with_bias_gradient(quantizer: Any, tensor: Tensor, group: Any = None) -> tuple[Tensor, Any]:
     """Return the sum of a gradient [R, C] over its rows, and the gradient cast, as a linear with a bias makes both.
 
     One kernel makes the two; for blocks of 128 the library sums and casts apart (`grad_output_preprocess`).
@@ -114,7 +114,7 @@ def emulated(
         tensor = tensor if matrix is None else rotate(tensor, matrix, axis, DTYPES[transform.round_to])
     drawn = None if noise is None else torch.full(tensor.shape, noise, device=tensor.device)
     amax = None if reduce_amax is None or not cast.needs_tensor_amax else reduce_amax(tensor_amax(tensor))
-    made = quantise(tensor, cast, axis, delayed=delayed, noise=drawn, amax=amax)
+    made = quantize(tensor, cast, axis, delayed=delayed, noise=drawn, amax=amax)
     scales = made.stored_scale.float()
     # Our scale of a whole tensor is the factor of elements, unless it is a power of two; theirs is the inverse.
     inverted = cast.block == "tensor" and cast.has_factor
@@ -198,17 +198,17 @@ def cast_differences(
         layer._delayed.use(delayed, None)
     quantizers = quantizers_of(layer)
     for slot, cast in casts.items():
-        if not cast.quantises:
+        if not cast.quantizes:
             continue
         role, axis = slot.split(".")[1], axis_of(slot)
         shard, group = shards.get(role, Shard()), layer.groups.get(role)
         given = sample(device, dtype, 15 if cast.hadamard else 127) * 2.0 ** (shard.part % 5)
         if role == "dy" and bias:
-            summed, made = quantised_with_bias_gradient(quantizers[role], given, group)
+            summed, made = quantized_with_bias_gradient(quantizers[role], given, group)
             if text := bias_gradient_difference(summed, given):
                 yield f"{slot}: {text}"
         else:
-            made = quantised_by(quantizers[role], given, group)
+            made = quantized_by(quantizers[role], given, group)
         theirs = stored(made, cast, axis, (SIZE, SIZE))
         scale = delayed[ROLES.index(role)] if cast.scale_kind.from_history else None
         reduce = None if group is None else shard.reduce_amax
@@ -235,7 +235,7 @@ def _casts_of_parts_alone(layer: NativeLinear, x: Tensor) -> list[str]:
     layer(x).sum().backward()
     for quantizer in quantizers_of(layer).values():
         del quantizer._canonicalized_amax_reduction_group
-    cast = {slot.split(".")[1] for slot, cast in layer.plan.casts.items() if cast.quantises}
+    cast = {slot.split(".")[1] for slot, cast in layer.plan.casts.items() if cast.quantizes}
     return [role for role in layer.groups if role in cast - asked]
 
 
@@ -252,7 +252,7 @@ def check_native_casts(
     """
     problems = []
     for key, casts in recipe.cast_sets().items():
-        if any(cast.quantises for cast in casts.values()):
+        if any(cast.quantizes for cast in casts.values()):
             try:
                 dtype = COMPUTE[recipe.compute_dtype]
                 found = [each for part in parts for each in cast_differences(casts, dtype, device, bias, part)]

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_llm.base.errors import Problem
-from lightning_llm.config.schema.precision import HIGH, CastConfig, DelayedConfig, HadamardConfig, PrecisionConfig
+from lightning_llm.config.schema.precision import (
+    UNQUANTIZED,
+    CastConfig,
+    DelayedConfig,
+    HadamardConfig,
+    PrecisionConfig,
+)
 
 Kind = Literal["delayed", "current", "subchannel", "mxfp8", "nvfp4"]
 NAMES: dict[Kind, str] = {
@@ -50,7 +56,7 @@ class NativeRecipe:
     @property
     def whole_tensors(self) -> bool:
         """Whether a cast's scale depends on the tensor's amax, while a rank may have only a part of the tensor."""
-        return any(cast.quantises and cast.needs_tensor_amax for cast in casts_of(self).values())
+        return any(cast.quantizes and cast.needs_tensor_amax for cast in casts_of(self).values())
 
     @property
     def name(self) -> str:
@@ -66,7 +72,11 @@ def casts_of(native: NativeRecipe) -> dict[str, CastConfig]:
         x, w, dy = _fp8_casts(native)
         turned_dy, turned_x = dy, x
     if native.gradient == "high":
-        return {"fprop.x": x, "fprop.w": w, **dict.fromkeys(("dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"), HIGH)}
+        return {
+            "fprop.x": x,
+            "fprop.w": w,
+            **dict.fromkeys(("dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"), UNQUANTIZED),
+        }
     return {"fprop.x": x, "fprop.w": w, "dgrad.dy": dy, "dgrad.w": w, "wgrad.dy": turned_dy, "wgrad.x": turned_x}
 
 
@@ -98,11 +108,11 @@ def express(casts: Mapping[str, CastConfig]) -> tuple[NativeRecipe | None, list[
     """Return the configuration that makes exactly `casts`, or None and the differences: (slot, text) pairs."""
     x, dy = casts["fprop.x"], casts["dgrad.dy"]
     kind = _kind(x)
-    if x == HIGH:
+    if x == UNQUANTIZED:
         return None, [("fprop.x", "high: Transformer Engine quantises no backward pass without the forward pass")]
     if kind is None:
         return None, [("fprop.x", f"{_words(x)}: Transformer Engine has no recipe with such an input")]
-    backward = any(cast != HIGH for slot, cast in casts.items() if not slot.startswith("fprop"))
+    backward = any(cast != UNQUANTIZED for slot, cast in casts.items() if not slot.startswith("fprop"))
     candidate = NativeRecipe(
         kind,
         dy.format if backward else "high",
@@ -113,11 +123,11 @@ def express(casts: Mapping[str, CastConfig]) -> tuple[NativeRecipe | None, list[
         delayed=x.delayed,
         scopes=tuple(_scope(casts, operand) for operand in ("x", "w", "dy")),
     )
-    if backward and not dy.quantises:
+    if backward and not dy.quantizes:
         return None, [("dgrad.dy", "high: Transformer Engine quantises either all of the backward pass or none of it")]
     if kind == "delayed" and not backward:
         return None, [("dgrad.dy", "high: Transformer Engine has no delayed scaling of the forward pass alone")]
-    if dy.quantises and (dy.number_format.engine_dtype is None or dy.number_format.unit != x.number_format.unit):
+    if dy.quantizes and (dy.number_format.engine_dtype is None or dy.number_format.unit != x.number_format.unit):
         return None, [("dgrad.dy", f"{_words(dy)}: Transformer Engine does not combine it with {_words(x)} inputs")]
     made = casts_of(candidate)
     differences = [
@@ -130,12 +140,12 @@ def express(casts: Mapping[str, CastConfig]) -> tuple[NativeRecipe | None, list[
 
 def _kind(x: CastConfig) -> Kind | None:
     """Return the configuration that the scale of `x` declares for its format and block, if any."""
-    name = x.scale_kind.engine.get((x.format, x.block)) if x.quantises else None
+    name = x.scale_kind.engine.get((x.format, x.block)) if x.quantizes else None
     return next((kind for kind in NAMES if kind == name), None)
 
 
 def _scope(casts: Mapping[str, CastConfig], operand: str) -> str | None:
-    own = {cast.amax_scope for slot, cast in casts.items() if slot.endswith(f".{operand}") and cast.quantises}
+    own = {cast.amax_scope for slot, cast in casts.items() if slot.endswith(f".{operand}") and cast.quantizes}
     return "logical" if not own else own.pop() if len(own) == 1 else None
 
 
@@ -146,8 +156,8 @@ def _without_scope(cast: CastConfig) -> CastConfig:
 
 def _words(cast: CastConfig) -> str:
     """Return e.g. "e2m1 1x32 e8m0_floor stochastic", and every other key that has not its default."""
-    if not cast.quantises:
-        return "high" if cast == HIGH else f"high, but rotated or of {cast.source}"
+    if not cast.quantizes:
+        return "high" if cast == UNQUANTIZED else f"high, but rotated or of {cast.source}"
     parts = [cast.format, cast.block, cast.scale, *([] if cast.rounding == "even" else [cast.rounding])]
     rest = cast.model_dump(exclude_defaults=True, exclude={"format", "block", "scale", "rounding", "amax_scope"})
     return " ".join([*parts, *(f"{key}={_brief(value)}" for key, value in rest.items() if value != {})])
@@ -167,7 +177,7 @@ def native_recipes(recipe: PrecisionConfig) -> tuple[dict[str, NativeRecipe], tu
     """
     found, problems = dict[str, NativeRecipe](), []
     for key, casts in recipe.cast_sets().items():
-        if all(cast == HIGH for cast in casts.values()):
+        if all(cast == UNQUANTIZED for cast in casts.values()):
             continue
         native, differences = express(casts)
         prefix = f"precision.{key}" if key else "precision"

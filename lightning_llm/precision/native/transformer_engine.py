@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from lightning_llm.base.keyed_hash import hash_words
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.module import QuantizedLinear
 from lightning_llm.precision.linear.operands import observe_casts
 from lightning_llm.precision.linear.plan import ROLES, SLOT_NAMES, LinearPlan, WeightCasts
 from lightning_llm.precision.linear.weight_rules import kept_by_kernel
@@ -170,7 +170,7 @@ class KeptByKernel(WeightCasts):
         self.layer.let_go()
 
 
-class NativeLinear(QuantisedLinear):
+class NativeLinear(QuantizedLinear):
     """Linear layer with GEMMs in Transformer Engine. Parameters, names and delayed state are QuantisedLinear's.
 
     Each call enters autocast, so that recomputations in the backward pass, samples and validations use it too; the
@@ -303,7 +303,7 @@ class NativeLinear(QuantisedLinear):
         self._known = self.plan
         self._native = self._recipe = self._delayed = None
         self._kernel, self.groups = (), {}
-        if not any(cast.quantises for cast in self.plan.casts.values()):
+        if not any(cast.quantizes for cast in self.plan.casts.values()):
             return
         self._native, differences = express(self.plan.casts)
         if self._native is None:

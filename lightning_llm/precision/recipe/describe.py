@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_llm.config.schema.precision import HIGH, SELECTS, CastConfig, PrecisionConfig, slots_of
+from lightning_llm.config.schema.precision import SELECTS, UNQUANTIZED, CastConfig, PrecisionConfig, slots_of
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.recipe.module_rules import (
     Coverage,
     coverage,
     fractions_of_no_block,
     layers_of_casts,
-    reasons_to_stay_high,
+    reasons_to_stay_unquantized,
 )
 
 ALWAYS = ("block", "scale", "rounding")
@@ -79,11 +79,11 @@ def _layers(recipe: PrecisionConfig, names: Sequence[str], num_layers: int) -> d
     `coverage`: the counts in linears and blocks, with the recipe's shortfall on this model; None without casts.
     """
     counts = coverage(recipe, names, num_layers)
-    reasons = Counter(reasons_to_stay_high(names, recipe, num_layers).values())
+    reasons = Counter(reasons_to_stay_unquantized(names, recipe, num_layers).values())
     return {
         "quantised": reasons.pop(None, 0),
         "high": dict(reasons),
-        "no_block": fractions_of_no_block(recipe.modules, num_layers) if recipe.quantises else [],
+        "no_block": fractions_of_no_block(recipe.modules, num_layers) if recipe.quantizes else [],
         "coverage": counts.as_data() if counts else None,
     }
 
@@ -93,14 +93,14 @@ def _slots(casts: dict[str, CastConfig], compute_dtype: str, decision: Decision)
 
 
 def _slot(cast: CastConfig, compute_dtype: str, decision: Decision) -> dict[str, Any]:
-    if cast == HIGH:
+    if cast == UNQUANTIZED:
         if decision.software is not None:
             return {"format": compute_dtype, "runs": "emulated", "reason": decision.software}
         return {"format": compute_dtype, "runs": "native", "reason": "not quantized"}
-    if not cast.quantises:
+    if not cast.quantizes:
         shown = cast.model_dump(exclude_none=True, include={"source", "hadamard"})
         return {"format": compute_dtype, **shown, **decision.facts()}
-    defaults = HIGH.model_dump()
+    defaults = UNQUANTIZED.model_dump()
     keys = cast.model_dump(exclude_none=True, exclude={"format"})
     # Keys that a default excludes from the dump are in neither, or have another value.
     shown = {key: value for key, value in keys.items() if key in ALWAYS or value != defaults.get(key)}

@@ -41,7 +41,7 @@ def _e5m2_forward(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> Iter
 
 def _has_two_mantissa_bits(cast: CastConfig) -> bool:
     """Whether a cast is to an FP8 format with two mantissa bits, E5M2."""
-    return cast.quantises and (cast.number_format.code_bits, cast.number_format.mantissa_bits) == (8, 2)
+    return cast.quantizes and (cast.number_format.code_bits, cast.number_format.mantissa_bits) == (8, 2)
 
 
 def _fp16_hides_overflow(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> Iterator[Problem]:
@@ -53,7 +53,7 @@ def _fp16_hides_overflow(recipe: PrecisionConfig, slots: dict[str, CastConfig]) 
     if recipe.compute_dtype != "fp16" or scaling is None or scaling.detect == "operands":
         return
     for slot in GRADIENTS:
-        if slots[slot].quantises:
+        if slots[slot].quantizes:
             yield Problem(
                 "loss_scaling.detect",
                 f"'{scaling.detect}' misses an overflow that {slot} ({slots[slot].format}) hides by saturating, so the "
@@ -92,7 +92,7 @@ def _fp16_with_four_bits(recipe: PrecisionConfig, slots: dict[str, CastConfig]) 
     Source: arXiv 2502.20586, 2505.14669 and Transformer Engine's NVFP4 recipe, all bf16.
     """
     for slot, cast in slots.items():
-        if recipe.compute_dtype == "fp16" and cast.quantises and cast.number_format.code_bits <= 4:
+        if recipe.compute_dtype == "fp16" and cast.quantizes and cast.number_format.code_bits <= 4:
             yield Problem(f"{slot}.format", f"{cast.format} was only ever trained over bf16. Set compute_dtype: bf16.")
 
 
@@ -160,7 +160,7 @@ def _source_without_quantiser(recipe: PrecisionConfig, slots: dict[str, CastConf
         forward = {"dgrad.w": "fprop.w", "wgrad.x": "fprop.x"}.get(slot)
         if forward is None:
             yield Problem(f"{slot}.source", "'quantised' exists for dgrad.w and wgrad.x only. Set high_precision.")
-        elif not slots[forward].quantises and slots[forward].hadamard is None:
+        elif not slots[forward].quantizes and slots[forward].hadamard is None:
             yield Problem(f"{slot}.source", f"'quantised' needs a format in {forward}. Set high_precision.")
 
 

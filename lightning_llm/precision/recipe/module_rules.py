@@ -31,18 +31,20 @@ def blocks_of(count: int | None, fraction: float | None, num_layers: int) -> int
     return math.floor(Fraction(str(fraction)) * num_layers + Fraction(1, 2))
 
 
-def reasons_to_stay_high(names: Iterable[str], recipe: PrecisionConfig, num_layers: int) -> dict[str, str | None]:
+def reasons_to_stay_unquantized(
+    names: Iterable[str], recipe: PrecisionConfig, num_layers: int
+) -> dict[str, str | None]:
     """Return why each linear of `names` stays unquantized; None if it is quantized in any phase.
 
     `num_layers`: blocks of the whole model, since first and last count by global index.
     """
-    if not recipe.quantises:
+    if not recipe.quantizes:
         return dict.fromkeys(names, "the recipe quantises nothing")
     phases = _phases(recipe)
     found: dict[str, str | None] = {}
     for name in names:
-        found[name] = _why_high(name, recipe, num_layers)
-        if any(_why_high(name, phase, num_layers) is None for phase in phases):
+        found[name] = _why_unquantized(name, recipe, num_layers)
+        if any(_why_unquantized(name, phase, num_layers) is None for phase in phases):
             found[name] = None
     return found
 
@@ -52,7 +54,7 @@ def _phases(recipe: PrecisionConfig) -> list[PrecisionConfig]:
     return [recipe.in_phase(number) for number in range(len(recipe.phases))]
 
 
-def _why_high(name: str, recipe: PrecisionConfig, num_layers: int) -> str | None:
+def _why_unquantized(name: str, recipe: PrecisionConfig, num_layers: int) -> str | None:
     """Return why the linear `name` is not quantized outside of the recipe's phases, or None."""
     return _kept_by_modules(name, recipe.modules, num_layers) or _kept_by_casts(name, recipe, num_layers)
 
@@ -74,7 +76,7 @@ def _kept_by_modules(name: str, rules: ModuleRules, num_layers: int) -> str | No
 def _kept_by_casts(name: str, recipe: PrecisionConfig, num_layers: int) -> str | None:
     """Return why none of the recipe's casts outside of phases quantizes the linear `name`, or None."""
     number = rule_of(name, recipe.modules, num_layers)
-    if any(cast.quantises for cast in recipe.casts_under(number).values()):
+    if any(cast.quantizes for cast in recipe.casts_under(number).values()):
         return None
     return "no rule of modules.casts fits it" if number is None else f"modules.casts.{number} keeps it high"
 
@@ -123,7 +125,7 @@ def _fits(name: str, rule: CastRule, num_layers: int) -> bool:
 
 def layers_of_casts(names: Iterable[str], recipe: PrecisionConfig, num_layers: int) -> dict[str, list[str]]:
     """Return the quantised linears among `names` that each set of `recipe.cast_sets()` is for, by the same keys."""
-    quantized = [name for name, why in reasons_to_stay_high(names, recipe, num_layers).items() if why is None]
+    quantized = [name for name, why in reasons_to_stay_unquantized(names, recipe, num_layers).items() if why is None]
     found: dict[str, list[str]] = {key: [] for key in recipe.cast_sets()}
     parts = {"": recipe, **{f"phases.{number}": phase for number, phase in enumerate(_phases(recipe))}}
     for prefix, part in parts.items():
@@ -146,8 +148,8 @@ def rule_in_effect(name: str, recipe: PrecisionConfig, num_layers: int) -> int |
 
 
 def nothing_converted(recipe: PrecisionConfig, reasons: Mapping[str, str | None]) -> list[Problem]:
-    """Return a problem if the recipe has casts but quantizes no linear of `reasons_to_stay_high`."""
-    if not recipe.quantises or None in reasons.values():
+    """Return a problem if the recipe has casts but quantizes no linear of `reasons_to_stay_unquantized`."""
+    if not recipe.quantizes or None in reasons.values():
         return []
     if not reasons:
         return [Problem("precision", f"'{recipe.name}' quantises linear layers, but the model has none.")]
@@ -201,7 +203,7 @@ def other_modules(recipe: PrecisionConfig, names: Iterable[str]) -> list[Problem
 def unmatched(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) -> list[Problem]:
     """Return the problems of globs that match none of the model's linears, and of cast rules that no layer follows."""
     known = list(names)
-    if not recipe.quantises:
+    if not recipe.quantizes:
         return []
     text = "has '{}', which matches no linear layer of this model. Its layers: {}.{}"
     problems = [
@@ -277,9 +279,9 @@ class Coverage:
 
 def coverage(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) -> Coverage | None:
     """Return how many of the linear layers `names`, and of the blocks, `recipe` quantizes; None without casts."""
-    if not recipe.quantises:
+    if not recipe.quantizes:
         return None
-    reasons = reasons_to_stay_high(names, recipe, num_layers)
+    reasons = reasons_to_stay_unquantized(names, recipe, num_layers)
     quantized = [name for name, reason in reasons.items() if reason is None]
     blocks = len({block_of(name) for name in quantized})
     return Coverage(len(quantized), len(reasons), blocks, num_layers, _shortfall(recipe, blocks, num_layers))

@@ -135,7 +135,7 @@ class Checkpointing(pl.Callback):
         # All ranks raise it before the update: the state is that of the previous step, except for delayed scales, which
         # the step's micro-batches have changed.
         if isinstance(exception, SpikeStop) and pl_module.completed_steps:
-            pl_module.quantisation.undo_step()
+            pl_module.quantization.undo_step()
             self._save(trainer, pl_module)
 
     @contextmanager

@@ -88,10 +88,10 @@ def _restore(
         scalars |= {name: value for name, value in state.items() if name.startswith(OPTIONS)}
     loaded: dict[str, Any] = {**tensors, **scalars}
     set_optimizer_state_dict(model, optimizer, loaded, options=FLAT)
-    module.quantisation.begin_step(model, step)
+    module.quantization.begin_step(model, step)
     with on_all_ranks(failed, *UNREADABLE):
         device = str(module.trainer.strategy.root_device)
-        module.quantisation.load_state(model, load_file(checkpoint.folder / PRECISION, device=device))
+        module.quantization.load_state(model, load_file(checkpoint.folder / PRECISION, device=device))
         module.state.completed_steps, module.state.skipped_steps = step, progress["skipped_steps"]
         module.state.skipped_in_a_row = progress.get("skipped_in_a_row", 0)  # absent in earlier releases
         module.train_step.algorithm.load_numbers(progress.get("algorithm", {}))

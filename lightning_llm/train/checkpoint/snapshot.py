@@ -70,7 +70,7 @@ def take(module: LanguageModule, optimizer: torch.optim.Optimizer) -> Snapshot:
     numbers = union(
         layout.gather_over_stages({name: value for name, value in state.items() if not isinstance(value, Tensor)})
     )
-    delayed = union(layout.gather_over_stages({k: v.cpu() for k, v in module.quantisation.state(model).items()}))
+    delayed = union(layout.gather_over_stages({k: v.cpu() for k, v in module.quantization.state(model).items()}))
     content = {
         PRECISION: safetensors_bytes({name: tensor.contiguous() for name, tensor in delayed.items()}),
         CALLBACKS_FILE: encoded_callbacks,

@@ -14,7 +14,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import LossReduction, next_token_loss_sum
 from lightning_llm.plan.degrees import Degrees, micro_batches_of
-from lightning_llm.train.quantisation import LossScaler, Quantisation
+from lightning_llm.train.quantization import LossScaler, Quantization
 from tests.precision.any_module.models import Model, batches, eager, loss_of
 from tests.train.test_step import OPTIM, SCHEDULE, LearningRate, made
 
@@ -34,8 +34,8 @@ def assert_bits_of_train(recipe, scaling=None, overflow_at=None) -> None:
     trained = Decoder(LLAMA, compute_dtype=torch.bfloat16)
     initialise(trained, SEED)
     plain = copy.deepcopy(trained)
-    quantisation = Quantisation(recipe, SEED, STEPS)
-    quantisation.swap(trained, LLAMA.num_layers, "cpu")
+    quantization = Quantization(recipe, SEED, STEPS)
+    quantization.swap(trained, LLAMA.num_layers, "cpu")
     number = 0
 
     def overflow(_):
@@ -43,12 +43,12 @@ def assert_bits_of_train(recipe, scaling=None, overflow_at=None) -> None:
             next(trained.parameters()).grad[0, 0] = torch.inf
 
     step = made(trained, clip_norm=None, scaler=LossScaler(scaling), on_gradients=[overflow])
-    step.parallel.quantisation = quantisation
+    step.parallel.quantization = quantization
     optimizer = OPTIM.build(plain.named_parameters(), None)
     rate = LearningRate(optimizer, SCHEDULE, 6)
     scaler = torch.amp.GradScaler("cpu", init_scale=scaling.init_scale if scaling else 1.0, enabled=scaling is not None)
     report = quantize(plain, recipe, seed=SEED, optimizer=optimizer)
-    assert report.quantized == list(quantisation.report.converted)
+    assert report.quantized == list(quantization.report.converted)
     generator = torch.Generator().manual_seed(1)
     for number in range(STEPS):
         tokens, labels = torch.randint(64, (2, 2, 2, 32), generator=generator)  # 2 micro-batches

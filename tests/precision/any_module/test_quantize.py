@@ -12,7 +12,7 @@ from lightning_llm import ConfigError, dequantize, quantize
 from lightning_llm.config.schema.module_rules import ModuleRules
 from lightning_llm.precision.any_module.choice import choose
 from lightning_llm.precision.any_module.quantize import WITH_TRANSPOSED_WEIGHT, read_recipe
-from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.module import QuantizedLinear
 from lightning_llm.precision.native.transformer_engine import NativeLinear
 from tests.precision.any_module.models import WIDTH, Model, batches, eager, loss_of
 
@@ -39,7 +39,7 @@ def test_parameters_names_dtypes_and_state_dicts_stay(tmp_path):
     Model().load_state_dict(model.state_dict())
     model.load_state_dict(Model().state_dict())
     assert dequantize(model) == report.quantized
-    assert not any(isinstance(each, QuantisedLinear) for each in model.modules())
+    assert not any(isinstance(each, QuantizedLinear) for each in model.modules())
     tokens = batches()[0, 0]
     assert torch.equal(model(tokens), Model()(tokens))
     assert not model._forward_pre_hooks
@@ -181,9 +181,9 @@ def test_phases_need_the_length_of_the_training_and_follow_it():
         quantize(Model(), keys)
     model = Model()
     report = quantize(model, keys, max_steps=4)
-    assert model.layers[0].up.plan.casts["fprop.x"].quantises
+    assert model.layers[0].up.plan.casts["fprop.x"].quantizes
     report.step(2)
-    assert not model.layers[0].up.plan.casts["fprop.x"].quantises
+    assert not model.layers[0].up.plan.casts["fprop.x"].quantizes
 
 
 def test_copies_and_pickles_keep_the_casts_and_count_for_themselves():
@@ -263,7 +263,7 @@ def test_the_conv1d_of_gpt2_is_a_linear_layer_with_a_transposed_weight():
     assert type(conv) is Conv1D
 
 
-@pytest.mark.parametrize("kind", [QuantisedLinear, NativeLinear])
+@pytest.mark.parametrize("kind", [QuantizedLinear, NativeLinear])
 def test_a_quantized_conv1d_can_be_pickled(kind):
     from transformers.pytorch_utils import Conv1D
 

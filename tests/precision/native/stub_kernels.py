@@ -14,8 +14,9 @@ from torch.nn.functional import pad
 
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, DelayedConfig, HadamardConfig
+from lightning_llm.precision.cast import quantize as emulation
 from lightning_llm.precision.cast.nvfp4_scales import NVFP4_RANGE
-from lightning_llm.precision.cast.quantize import BlockScales, Operand, quantise, rotate, rotation
+from lightning_llm.precision.cast.quantize import BlockScales, Operand, rotate, rotation
 from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
 from lightning_llm.precision.cast.rounding import decode
 from lightning_llm.precision.cast.scales import divide, e8m0_value, tensor_amax
@@ -104,7 +105,7 @@ def _padded(scales, rows, columns):
 
 def laid_out(x, cast, axis, noise=None, amax=None):
     """Return one direction of block-scaled `x` [R, C]: (data, scales) in the library's layouts (`get_scale_shape`)."""
-    made = quantise(_turned(x, cast), cast, axis, noise=noise, amax=amax)
+    made = emulation.quantize(_turned(x, cast), cast, axis, noise=noise, amax=amax)
     codes, scales = made.codes, made.stored_scale
     if cast.scale == "two_level_e4m3":
         codes, scales = (codes, scales) if axis == 1 else (codes.T, scales.T)
@@ -160,7 +161,7 @@ def _whole(x, cast, quantizer, rows, columns, group):
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
     delayed = cast.scale == "delayed"
-    made = quantise(x, cast, amax=_amax(x, group), delayed=quantizer.scale if delayed else None)
+    made = emulation.quantize(x, cast, amax=_amax(x, group), delayed=quantizer.scale if delayed else None)
     if delayed:
         quantizer.amax.copy_(torch.fmax(quantizer.amax, tensor_amax(x)))  # merged, as an atomic maximum is
     inverse = made.stored_scale if cast.scale == "power_of_two" else divide(1.0, made.stored_scale)

@@ -55,7 +55,7 @@ def test_the_matrix_of_recipes_and_devices_agrees_with_the_library():
         assert list(row) == ["cpu", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
         native = {device for device, decision in row.items() if decision.runs == "native"}
         wanted = NATIVE.get(name, set())
-        if not load(name).quantises:
+        if not load(name).quantizes:
             wanted = set(DEVICES) - ({"cpu"} if name == "fp16" else set())
         assert native == wanted, name
         assert all(decision.reason for decision in row.values())

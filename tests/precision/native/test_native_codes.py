@@ -57,8 +57,8 @@ def test_the_kernel_that_casts_and_sums_the_gradient_of_a_bias_is_checked_too(re
         summed, made = right(quantizer, tensor, group)
         return summed * (torch.arange(256) != 7), made
 
-    right = native_codes.quantised_with_bias_gradient
-    monkeypatch.setattr(native_codes, "quantised_with_bias_gradient", off)
+    right = native_codes.quantized_with_bias_gradient
+    monkeypatch.setattr(native_codes, "quantized_with_bias_gradient", off)
     with pytest.raises(ConfigError) as raised:
         check_native_casts(recipe, CPU, bias=True)
     assert len(raised.value.problems) == 2

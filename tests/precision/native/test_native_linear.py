@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_llm.config.schema.precision import slots_of
 from lightning_llm.precision.linear.delayed import delayed_state, load_delayed_state, update_delayed
-from lightning_llm.precision.linear.module import QuantisedLinear, high_precision_forward, set_recipe
+from lightning_llm.precision.linear.module import QuantizedLinear, high_precision_forward, set_recipe
 from lightning_llm.precision.linear.plan import LinearPlan, Shard
 from lightning_llm.precision.linear.swap import swap_linears
 from lightning_llm.precision.native import transformer_engine as te
@@ -97,7 +97,7 @@ def test_names_parameters_and_state_are_the_emulations(engine):
     x, dy = batch(torch.bfloat16)
     run(native, x, dy)
     assert list(native.state_dict()) == list(emulated.state_dict()) == [name for name, _ in native.named_parameters()]
-    assert [type(module) for module in native.modules() if isinstance(module, QuantisedLinear)] == [NativeLinear] * 2
+    assert [type(module) for module in native.modules() if isinstance(module, QuantizedLinear)] == [NativeLinear] * 2
     kernels = te.engine().pytorch.Linear
     assert isinstance(block_of(native)["up_proj"]._kernel[0], kernels)
     assert not [module for module in native.modules() if isinstance(module, kernels)]
@@ -193,12 +193,12 @@ def test_observers_see_the_emulations_casts_and_change_nothing(name, engine):
     assert same(bare[1], bare[2])
     ours, theirs = (sorted(each, key=lambda one: (one[0], one[1].slot)) for each in (seen["native"], seen["emulated"]))
     assert [(layer, cast.slot) for layer, cast in ours] == [(layer, cast.slot) for layer, cast in theirs]
-    assert len(ours) == 2 * len([cast for cast in slots_of(recipe).values() if cast.quantises]) + 2
+    assert len(ours) == 2 * len([cast for cast in slots_of(recipe).values() if cast.quantizes]) + 2
     for (_, one), (_, other) in zip(ours, theirs, strict=True):
         assert (one.cast, one.axis) == (other.cast, other.axis)
         assert torch.equal(one.given, other.given)
         assert torch.equal(one.scaled.multiplier, other.scaled.multiplier)
-        assert torch.equal(one.operand.dequantised(), other.operand.dequantised())
+        assert torch.equal(one.operand.dequantized(), other.operand.dequantized())
 
 
 def test_a_weight_is_not_held_between_calls(engine):
@@ -236,7 +236,7 @@ def test_bits_do_not_depend_on_the_order_of_backward_passes(engine):
     inputs = [torch.randn(32, 64, generator=generator).bfloat16() for _ in range(3)]
     dy = torch.randn(32, 32, generator=generator).bfloat16()
     gradients = {}
-    for kind in (NativeLinear, QuantisedLinear):
+    for kind in (NativeLinear, QuantizedLinear):
         linear = nn.Linear(64, 32, bias=False)
         nn.init.uniform_(linear.weight, generator=torch.Generator().manual_seed(1))
         layer = kind("a", linear, LinearPlan.from_recipe(recipe, "eager"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_llm.precision.native.transformer_engine import NativeLinear
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.quantization import Quantization
 from tests.precision.native import stub_kernels
 from tests.precision.native.test_native_linear import DTYPES, batch, block_of, pair, run, same
 from tests.precision.native.test_transformer_engine import compute_capability
@@ -18,17 +18,17 @@ CASES = [("fp8_current", 0), ("fp8_subchannel", 0), ("mxfp8", 1), ("nvfp4", 0), 
 
 def steps_of(model, recipe, dtype):
     """Return the results of two steps of `MICRO_BATCHES`, and the number of calls of the cast kernel in each."""
-    quantisation, left, casts = Quantisation(recipe, 0, 2), [], []
+    quantization, left, casts = Quantization(recipe, 0, 2), [], []
     torch.manual_seed(0)
     for step in range(2):
         stub_kernels.LOG.clear()
-        quantisation.begin_step(model, step)
-        with quantisation.weights_held(model):
+        quantization.begin_step(model, step)
+        with quantization.weights_held(model):
             for micro_batch in range(MICRO_BATCHES):
-                quantisation.begin_micro_batch(model, step, micro_batch)
+                quantization.begin_micro_batch(model, step, micro_batch)
                 left += run(model, *batch(dtype, seed=10 * step + micro_batch))
         casts.append(sum(isinstance(each, stub_kernels.Cast) for each in stub_kernels.LOG))
-        quantisation.end_step(model, lambda amax: amax)
+        quantization.end_step(model, lambda amax: amax)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.sub_(parameter.grad)
@@ -47,7 +47,7 @@ def test_a_kernel_casts_each_weight_once_per_step(name, observed, engine):
         for layer in block_of(model).values():
             if observed:
                 layer.observe = lambda cast, label=label: seen[label].append(cast.slot)
-    Quantisation(recipe, 0, 2).keep_weight_casts(keeping, {1: True})
+    Quantization(recipe, 0, 2).keep_weight_casts(keeping, {1: True})
     dtype = DTYPES[recipe.compute_dtype]
     ours, ours_cast = steps_of(keeping, recipe, dtype)
     theirs, theirs_cast = steps_of(plain, recipe, dtype)

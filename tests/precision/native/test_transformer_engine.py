@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_llm.config.schema.precision import HIGH, slots_of
-from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.config.schema.precision import UNQUANTIZED, slots_of
+from lightning_llm.precision.linear.module import QuantizedLinear
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.native import transformer_engine as te
 from lightning_llm.precision.native.codes import quantizers_of
@@ -88,7 +88,7 @@ def test_kernels_are_asked_for_the_recipes_six_casts_and_three_gemms(name, engin
         asked |= {rows: cast.rows, columns: cast.columns}
     if native.gradient == "high":
         assert len(casts) == 2
-        asked = {slot: asked.get(slot) or HIGH for slot in slots_of(recipe)}
+        asked = {slot: asked.get(slot) or UNQUANTIZED for slot in slots_of(recipe)}
     assert without_history(asked) == without_history(slots_of(recipe))
     assert [gemm.layout for gemm in gemms] == ["TN", "NN", "NT"]
     always = native.kind in ("delayed", "current", "subchannel")
@@ -148,7 +148,7 @@ def test_a_bias_is_added_by_the_gemm_and_its_gradient_is_that_of_dy_before_the_c
     recipe = variants()[name]
     engine.device(*compute_capability(recipe))
     native, emulated = layer_of(recipe, bias=True), layer_of(recipe, bias=True)
-    emulated.__class__ = QuantisedLinear
+    emulated.__class__ = QuantizedLinear
     made = {}
     for layer in (native, emulated):
         with torch.no_grad():
@@ -173,7 +173,7 @@ def test_unrounded_gradients_are_the_output_of_the_wgrad_gemm(name, sharded, eng
     recipe = variants()[name].model_copy(update={"wgrad_dtype": "fp32"})
     engine.device(*compute_capability(recipe))
     native, emulated = layer_of(recipe, sharded=sharded), layer_of(recipe)
-    emulated.__class__ = QuantisedLinear
+    emulated.__class__ = QuantizedLinear
     inputs = [torch.randn(ROWS, INPUTS).bfloat16() for _ in range(2)]
     dy = torch.randn(ROWS, OUTPUTS).bfloat16()
     for layer in (native, emulated):

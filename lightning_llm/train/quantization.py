@@ -19,9 +19,9 @@ from lightning_llm.precision.cast.inductor import Backend
 from lightning_llm.precision.linear.delayed import delayed_state, load_delayed_state, update_delayed
 from lightning_llm.precision.linear.module import (
     VALIDATION_KEY,
-    QuantisedLinear,
+    QuantizedLinear,
     high_precision_forward,
-    quantised_layers,
+    quantized_layers,
     set_recipe,
     set_step_key,
 )
@@ -32,7 +32,7 @@ from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.recipe.module_rules import block_of
 
 
-class Quantisation:
+class Quantization:
     """Applies the recipe to one model. `decision`: whether its casts and GEMMs run natively here."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Quantisation:
         self._num_layers = 0
         self._in_force = recipe.at(0, 1)  # the phase of step 0, applied by the swap
         self._overflow: Tensor | None = None
-        self._scales_at_start: list[tuple[QuantisedLinear, Tensor | None, Tensor | None]] = []
+        self._scales_at_start: list[tuple[QuantizedLinear, Tensor | None, Tensor | None]] = []
 
     def swap(self, model: nn.Module, num_layers: int, device_type: str, sharded: bool = False) -> None:
         """Swap the model's linears, on the meta device; `report` lists the converted and the kept layers.
@@ -81,7 +81,7 @@ class Quantisation:
                 look(inputs[0].detach())
                 output.register_hook(look)
 
-        for layer in quantised_layers(model):
+        for layer in quantized_layers(model):
             layer.register_forward_hook(after_forward)
 
     def take_overflow(self) -> Tensor | None:
@@ -115,12 +115,12 @@ class Quantisation:
             set_recipe(model, recipe, self._num_layers)
             self._in_force = recipe
         if self.recipe.updates_every_micro_batch:  # updates create new tensors, so these references stay valid
-            self._scales_at_start = [(each, each.scale, each.amax_history) for each in quantised_layers(model)]
+            self._scales_at_start = [(each, each.scale, each.amax_history) for each in quantized_layers(model)]
 
     def keep_weight_casts(self, model: nn.Module, blocks: Mapping[int, bool]) -> None:
         """Cache casts of weights while weights do not change: of `blocks`, by global index, rotated ones if
         requested."""
-        for layer in quantised_layers(model):
+        for layer in quantized_layers(model):
             index = block_of(layer.name)
             if not layer.plan.fixed and index is not None and index in blocks:
                 layer.keep_weight_casts(blocks[index])
@@ -128,7 +128,7 @@ class Quantisation:
     @contextmanager
     def weights_held(self, model: nn.Module) -> Iterator[None]:
         """Context in which weights do not change, so reduced amaxes and cached casts stay valid."""
-        sources = [each.plan.weight_casts for each in quantised_layers(model) if each.plan.weight_casts is not None]
+        sources = [each.plan.weight_casts for each in quantized_layers(model) if each.plan.weight_casts is not None]
         for source in sources:
             source.begin_step()
         try:
@@ -169,7 +169,7 @@ class Quantisation:
         """Whether validation with the recipe differs from validation without casts."""
         rules = range(len(self._in_force.modules.casts or ()))
         sets = [self._in_force.casts_under(rule) for rule in (None, *rules)]
-        return any(casts[slot].quantises for casts in sets for slot in ("fprop.x", "fprop.w"))
+        return any(casts[slot].quantizes for casts in sets for slot in ("fprop.x", "fprop.w"))
 
     @contextmanager
     def high_precision(self, model: nn.Module) -> Iterator[None]:
@@ -189,7 +189,7 @@ class Quantisation:
         for name, tensor in tensors.items():
             layer, _, key = name.rpartition(".")
             nested.setdefault(layer, {})[key] = tensor
-        if quantised_layers(model):
+        if quantized_layers(model):
             load_delayed_state(model, nested)
 
 
