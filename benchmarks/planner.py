@@ -8,7 +8,6 @@ layers recomputed, all ZeRO-3 (dp_types_enc 1), and 16 sequences a step in one m
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 from benchmarks.published_steps import MEGATRON
 from benchmarks.rotation import Row
@@ -21,7 +20,7 @@ from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import DerivedConfig
 from lightning_llm.plan.search.pricing import Pricer
 from lightning_llm.plan.search.report import layout_name
-from lightning_llm.plan.search.search import mix_by_block, search
+from lightning_llm.plan.search.search import search
 from lightning_llm.plan.search.space import Space
 from lightning_llm.plan.time.step import StepTimer
 
@@ -115,7 +114,7 @@ def _galvatron(length: int) -> Iterator[Row]:
     fits = f"{'fits' if held <= GALVATRON_BYTES else 'does not fit'} 36 GiB"
     yield f"Galvatron, Llama 2 7B, {length} tokens: GiB a rank of its plan", held / 2**30, fits
     pricer = Pricer(Space(config, 8, {"cp": 1}), config.cluster, GALVATRON_BYTES)
-    found = search(pricer, partial(mix_by_block, pricer))
+    found = search(pricer, by_block=True)
     if found.fitting:
         best = found.fitting[0]
         text = f"{layout_name(best)}, {best.memory_bytes / 2**30:.1f} GiB; theirs {theirs:.4g} s"
