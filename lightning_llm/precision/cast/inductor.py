@@ -1,4 +1,4 @@
-"""The quantisers through Inductor: fused C++ on CPU, Triton on CUDA, the same bits as eager.
+"""Casts compiled by Inductor: fused C++ on CPU, Triton on CUDA, the same bits as eager.
 
 Inductor must round where the code rounds (`emulate_precision_casts`): otherwise `x.to(bf16).float()` compiles to
 nothing, which removes the emulated rounding. It also keeps Triton from contracting products and sums.
@@ -41,7 +41,10 @@ warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed in the schedu
 
 @functools.cache
 def no_compiler(device_type: str) -> str | None:
-    """Return why there is no compiler for this kind of device, or None where there is one; it may still fail."""
+    """Return why there is no compiler for a device type ("cpu", "cuda"); None if one is installed.
+
+    An installed compiler may still fail, see `why_not`.
+    """
     if device_type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -57,7 +60,7 @@ def no_compiler(device_type: str) -> str | None:
 
 @functools.cache
 def why_not(device_type: str) -> str | None:
-    """Return why quantizers cannot be compiled on this kind of device, or None if compiling a small one succeeded.
+    """Return why casts cannot be compiled for a device type ("cpu", "cuda"); None if compiling a small cast succeeded.
 
     The trial pays costs that the first cast would otherwise pay: loading Inductor and precompiling torch's headers. Its
     kernel goes through the same kernel cache as casts, so a cached kernel is checked, too.
@@ -90,10 +93,10 @@ _numbers = itertools.count()
 
 
 def compiled(function: Callable[P, R], identity: Any = None) -> Callable[P, R]:
-    """Return `function`, a plain one or a closure, compiled whole, for every shape of its tensors at once.
+    """Return `function` compiled by torch.compile as one graph with dynamic shapes.
 
-    It is compiled at its first call, which raises ConfigError where that fails. `identity`: JSON data that names the
-    function and all that it closes over, by which its kernels are kept for other processes; None: they are not kept.
+    It is compiled at its first call, which raises ConfigError if that fails. `identity`: JSON data that names the
+    function and all values that it closes over; it is the key of the kernels on disk. None: kernels are not stored.
     """
     inner = _compile(function) if identity is None else _kept(function, identity)
 
@@ -138,14 +141,14 @@ def _kept(function: Callable[P, R], identity: Any, waits: bool = False) -> Calla
 
 
 def run_by(backend: Backend, function: Callable[P, R], identity: Any) -> Callable[P, R]:
-    """Return `function` as `backend` runs it; `identity`: see `compiled`."""
+    """Return `function` itself for the backend "eager", or `compiled(function, identity)` for "compiled"."""
     if backend == "eager":
         return function
     return compiled(function, identity) if backend == "compiled" else only_shapes(function)
 
 
 def only_shapes(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` without its work: its results are allocated, each tensor once, on the first argument's device.
+    """Return a stand-in for `function` that computes nothing: it returns uninitialized results of the same shapes.
 
     It runs once, on the meta device, for each set of shapes, dtypes and other arguments.
     """
@@ -179,7 +182,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def tensor_amax(backend: Backend) -> Callable[[Tensor], Tensor]:
-    """Return `scales.tensor_amax` for `backend`."""
+    """Return `scales.tensor_amax` (x -> its largest magnitude, an fp32 scalar), eager or compiled by `backend`."""
     return run_by(backend, scales.tensor_amax, "tensor_amax")
 
 
@@ -188,7 +191,7 @@ CastFunction = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, Or
 
 
 class Cast(NamedTuple):
-    """A cast for one axis: its function and its block shape."""
+    """A cast for one contraction axis: the function that computes it, and its block shape."""
 
     function: CastFunction
     shape: BlockShape
@@ -196,7 +199,10 @@ class Cast(NamedTuple):
 
 @functools.cache
 def cast_by(cast: CastConfig, axis: int, backend: Backend, wide: bool = False) -> Cast:
-    """Return the function of `cast` with blocks along `axis`, `wide` in fp32; compiled once at its first call."""
+    """Return the function that computes `cast` with blocks along `axis`.
+
+    `wide`: its operand is fp32 instead of bf16.
+    """
     shape = block_shape(cast.block, axis)
     return Cast(_cast_function(quantize.read_by_cast(cast), shape, backend, wide), shape)
 
@@ -228,7 +234,7 @@ def _cast_function(cast: CastConfig, shape: BlockShape, backend: Backend, wide: 
 
 @functools.cache
 def grid_values(cast: CastConfig, backend: Backend) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that rounds `x` [R, C] times a multiplier to the grid of `cast` (per-tensor scales)."""
+    """Return a function (x [R, C], multiplier) -> x * multiplier, rounded to the numbers of the format of `cast`."""
     return _grid_values(quantize.read_by_cast(cast), backend)
 
 
@@ -253,7 +259,7 @@ def operand(
     reduce_amax: Callable[[Tensor], Tensor] | None = None,
     observe: Callable[[Tensor, Scaled, Operand], None] | None = None,
 ) -> Operand:
-    """Return `x` [R, C] quantised by `cast` along `axis` as a GEMM's operand.
+    """Quantize `x` [R, C] by `cast` along the contraction `axis` and return it as an operand of a GEMM.
 
     `key`, `origin`: for stochastic rounding. `delayed`: the stored multiplier. `wide`: the operand is fp32, with the
     same numbers. `reduce_amax` replaces the tensor-level amax by its maximum over the ranks that share the tensor.

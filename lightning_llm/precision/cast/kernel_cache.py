@@ -36,7 +36,7 @@ from lightning_llm.config.schema import cast_kinds, casts, number_formats
 
 @functools.cache
 def processor() -> list[str]:
-    """Return the properties of this processor that a compiler for it may use."""
+    """Return the architecture and instruction-set flags of this CPU: part of the key of a CPU kernel."""
     kept, file = [torch.backends.cpu.get_cpu_capability(), platform.machine()], Path("/proc/cpuinfo")
     if file.is_file():
         names = ("vendor_id", "cpu family", "model\t", "stepping", "flags", "Features", "CPU part")
@@ -46,7 +46,7 @@ def processor() -> list[str]:
 
 @functools.cache
 def software(device_type: str) -> dict[str, Any]:
-    """Return everything else that shapes a kernel for a kind of device, without processor and call, as JSON data."""
+    """Return the versions and settings that a kernel for a device type depends on, as JSON data: part of its key."""
     from torch._inductor import config, cpp_builder
 
     compiler = cpp_builder.get_cpp_compiler()
@@ -89,7 +89,10 @@ def _sources_of_installed_kinds() -> list[Path]:
 
 
 def signature(args: tuple[Any, ...]) -> tuple[Hashable, ...]:
-    """Return the kind of this call: calls of one kind share kernels. Its `repr` is stable."""
+    """Return a key of the call with `args`: calls with equal keys share a kernel.
+
+    Its `repr` is the same in all processes.
+    """
     return (*map(_described, args), *_surroundings())
 
 
@@ -127,19 +130,19 @@ SEAL_BYTES = 32
 
 
 class KernelUnavailable(Exception):
-    """No kernel can be stored or loaded: folder, torch or function do not allow it. Without text: already reported."""
+    """Raised if kernels cannot be stored or loaded. An empty message means that the reason was already reported."""
 
 
 @dataclass
 class KernelCounts:
-    """Kernels that this process has loaded and compiled since the last report, and the seconds it took."""
+    """Counter of the kernels that this process loaded or compiled since the last report, and of the seconds spent."""
 
     loaded: int = 0
     compiled: int = 0
     seconds: float = 0.0
 
     def take(self) -> str | None:
-        """Return the counts as part of a sentence (None if zero), and reset them."""
+        """Return the counts as text for a report, None if there are none, and reset them."""
         if not self.loaded + self.compiled:
             return None
         text = f"{self.compiled} kernels compiled and {self.loaded} loaded in {self.seconds:.1f} s"
@@ -151,13 +154,13 @@ tally = KernelCounts()
 
 
 def folder_path() -> Path:
-    """Return the folder of kernels, which may not exist yet."""
+    """Return the path of the kernel folder, which may not exist yet."""
     named = os.environ.get(FOLDER)
     return Path(named).absolute() if named else user_cache_dir() / "kernels"
 
 
 def clear() -> int:
-    """Remove all kept kernels; return how many bytes they took. Raises OSError."""
+    """Delete all stored kernels and return their size in bytes. Raises OSError."""
     path = folder_path()
     if not path.is_dir() or path.is_symlink():
         return 0
@@ -168,7 +171,7 @@ def clear() -> int:
 
 @functools.cache
 def folder() -> Path | None:
-    """Return the folder of kernels, created if needed; None, reported once, if others own it or it is not writable.
+    """Return the kernel folder, created if needed; None if another user owns it or it is not writable (reported once).
 
     Inductor's files go there too, unless the user has set another folder: kernels refer to them.
     """
@@ -221,7 +224,9 @@ def _say(text: str) -> None:
 
 
 class Kernels:
-    """Cached kernels of `function`. `identity`: JSON data that distinguishes it from others of the same source.
+    """Kernels of `function`, one per kind of call, cached in memory and on disk.
+
+    `identity`: JSON data, part of their key.
 
     One of several processes compiles. Meanwhile the others run `function` eagerly, with the same bits, and compile the
     next kernels, so ranks or jobs of a sweep share the work. They wait on a GPU, because eager casts may not fit into

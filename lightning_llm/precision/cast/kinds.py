@@ -59,7 +59,10 @@ class HalfToZero(RoundingKind):
 
 @ROUNDINGS.register
 class Stochastic(RoundingKind):
-    """Down after adding noise: Transformer Engine's `cvt.rs`, and the dither of arXiv 2502.20586."""
+    """Stochastic rounding: add uniform noise below one step, then round down.
+
+    As Transformer Engine's `cvt.rs`, and the dither of arXiv 2502.20586.
+    """
 
     name: Literal["stochastic"] = "stochastic"
     meaning: ClassVar[str] = (
@@ -77,7 +80,7 @@ class Stochastic(RoundingKind):
 
 @ROUNDINGS.register
 class StochasticCompare(RoundingKind):
-    """Up where the noise is below the remainder: Quartet's kernel."""
+    """Stochastic rounding: up where uniform noise is below the remainder, as Quartet's kernel rounds."""
 
     name: Literal["stochastic_compare"] = "stochastic_compare"
     meaning: ClassVar[str] = "the same, by comparison with a random number (Quartet)"
@@ -92,7 +95,7 @@ class StochasticCompare(RoundingKind):
 
 @TRANSFORMS.register
 class Hadamard(TransformKind):
-    """Sylvester's Hadamard matrix over the root of its size: spreads outliers before they share a scale."""
+    """Sylvester's Hadamard matrix divided by the square root of its size. It spreads outliers over their group."""
 
     name: Literal["hadamard"] = "hadamard"
     meaning: ClassVar[str] = "Sylvester's Hadamard matrix over the root of its size"
@@ -114,7 +117,7 @@ class Hadamard(TransformKind):
 
 @GRADIENTS.register
 class StraightThrough(GradientKind):
-    """The derivative of a cast is taken to be 1 (Bengio et al., arXiv 1308.3432)."""
+    """Straight-through gradient: the derivative of a cast is 1 (Bengio et al., arXiv 1308.3432)."""
 
     name: Literal["straight_through"] = "straight_through"
     meaning: ClassVar[str] = "1 everywhere"
@@ -123,7 +126,7 @@ class StraightThrough(GradientKind):
 
 @GRADIENTS.register
 class ClipMask(GradientKind):
-    """0 for clipped elements, and for those at the largest number (Quartet, arXiv 2505.14669)."""
+    """Gradient mask: 0 for elements at or beyond the format's largest number, else 1 (Quartet, arXiv 2505.14669)."""
 
     name: Literal["clip_mask"] = "clip_mask"
     meaning: ClassVar[str] = "1 where the scaled element is below the largest number, 0 from there on"

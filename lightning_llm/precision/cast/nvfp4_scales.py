@@ -42,7 +42,7 @@ def two_level(of: BlocksToScale) -> Scaled:
 
 
 def nvfp4_tensor_scale(amax: Tensor, whole: float = NVFP4_RANGE) -> Tensor:
-    """Return NVFP4's tensor-level multiplier whole / amax (fp32); 1 where amax is 0 or Inf.
+    """Return NVFP4's tensor-level multiplier, `whole` / `amax` in fp32; 1 where `amax` is 0 or Inf.
 
     `whole`: the largest block scale times the largest element, 448 * 6.
     """
@@ -123,9 +123,10 @@ def _in_order(x: Tensor, axis: int) -> Tensor:
 
 
 def ms_eden(of: BlocksToScale) -> Scaled:
-    """Return the scales of `of.blocks` in 1x16 blocks; elements are rounded under the scales before the correction.
+    """Return the corrected scales of MS-EDEN for `of.blocks`, which are 1x16.
 
-    `of.noise`: that of a block's first element rounds its scale. Raises ValueError if it is missing.
+    Elements are rounded under the scales before the correction. A block's scale is rounded with the noise of its first
+    element in `of.noise`. Raises ValueError if the noise is missing.
     """
     if of.noise is None:
         raise ValueError(f"scale: {of.cast.scale} needs noise")

@@ -38,7 +38,7 @@ from lightning_llm.precision.cast.scales import (
 
 
 class BlockScales(NamedTuple):
-    """fp32 scales of an operand [R, C] that are applied to partial sums: code times scale fits no 16-bit format.
+    """fp32 block scales of an operand [R, C] that multiply partial sums of a GEMM, because code times scale needs fp32.
 
     `scales`: [R, ceil(C / width)] for contraction `axis` 1, [ceil(R / width), C] for axis 0.
     """
@@ -53,11 +53,11 @@ class BlockScales(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """`tensor` [R, C], times `blocks` where there are any; the product is multiplied by `factor`.
+    """Operand of a quantized GEMM: a `tensor` [R, C], and the scales that are applied within and after the GEMM.
 
-    `factor` is fp32: a scalar, or [R, 1] or [1, C] for contraction axis 1 or 0.
-
-    `inside` [R, C] bf16: the factor of the gradient, if the gradient rule is not straight-through.
+    `blocks` multiply partial sums, `factor` the product; both are None if not needed. `factor` is fp32: a scalar, or
+    [R, 1] or [1, C] for contraction axis 1 or 0. `inside` [R, C] bf16: derivative of the cast, None if it is 1
+    (straight-through).
     """
 
     tensor: Tensor
@@ -67,7 +67,7 @@ class Operand(NamedTuple):
 
     @property
     def flipped(self) -> "Operand":
-        """The transpose, without `inside`."""
+        """The transposed operand [C, R], without `inside`."""
         blocks = self.blocks
         if blocks is not None:
             blocks = BlockScales(blocks.scales.T, blocks.width, 1 - blocks.axis)
@@ -85,10 +85,11 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantised 2-D tensor. `values` [R, C] fp32 on the format's grid; `dequantized` [R, C] fp32, both exact.
+    """Result of `quantize`: a quantized 2-D tensor, and all that can be compared with other implementations.
 
-    `stored_scale`: one per block, [R / rows, C / columns] (a scalar per tensor); `inside` [R, C]: true where the
-    scaled element was within the format's range.
+    `values` [R, C] fp32: numbers of the format. `dequantized` [R, C] fp32: these times their scales. `stored_scale`:
+    one per block, [R / rows, C / columns] (a scalar per tensor); `inside` [R, C]: true where the scaled element was
+    within the format's range.
     """
 
     values: Tensor
@@ -99,12 +100,12 @@ class Quantized:
 
     @property
     def codes(self) -> Tensor:
-        """The codes, [R, C], one per element; see `encode`."""
+        """The bit patterns of `values` [R, C], one integer per element; see `encode`."""
         return encode(self.values, self.format)
 
 
 def read_by_cast(cast: CastConfig) -> CastConfig:
-    """Return `cast` with defaults for keys that `cast_blocks` does not read, so that casts share a kernel."""
+    """Return `cast` with defaults for keys that `cast_blocks` does not read, so that equal casts share a kernel."""
     kept = {"format", "block", "scale", "prescale", "rounding", "clip_gradient", "gradient", "headroom"}
     kept |= {"amax", "scale_max", "candidates"}
     kept |= {"noise_bits"} if cast.stochastic else set()
@@ -127,11 +128,12 @@ def round_blocks(
     key: Tensor | None = None,
     origin: Origin = Origin(),  # noqa: B008  (immutable)
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (operand, inside) of a tensor `blocked` to `shape`: grid value times block scale, exact in bf16.
+    """Round a tensor `blocked` to `shape`; return (operand, inside), blocked bf16 tensors.
 
-    If block scales apply to partial sums (`scales_partial_sums`), the operand is the grid value. `inside` bf16, for
-    gradient rules only: the derivative of the cast. A mask is not bool: Inductor's C++ for CPUs does not vectorize
-    writes of bools (torch 2.13). `origin`: its `row_stride` is needed if `shape` pads columns.
+    The operand is rounded value times block scale, exact in bf16, or the rounded value alone if block scales multiply
+    partial sums (`scales_partial_sums`). `inside`: the derivative of the cast, None if it is 1. A mask is not bool:
+    Inductor's C++ for CPUs does not vectorize writes of bools (torch 2.13). `origin`: its `row_stride` is needed if
+    `shape` pads columns.
     """
     values, elements = _elements(blocks, cast, multiplier, keyed_noise(blocks, cast, key, origin, shape))
     product = values if block is None or cast.scales_partial_sums else values * block
@@ -143,7 +145,10 @@ def round_blocks(
 
 
 class CastBlocks(NamedTuple):
-    """A whole cast, blocked: what `round_blocks` returns, and the scales; `multiplier` None for the delayed one."""
+    """Result of `cast_blocks`: `operand` and `inside` of `round_blocks`, and the fields of `Scaled`, all blocked.
+
+    `multiplier` is None for a delayed scale, which the caller has.
+    """
 
     operand: Tensor
     inside: Tensor | None
@@ -162,9 +167,10 @@ def cast_blocks(
     origin: Origin,
     wide: bool = False,
 ) -> CastBlocks:
-    """Return the cast of a tensor `blocked` to `shape`; `amax` None: the tensor's amax is that of `blocks`.
+    """Compute scales and rounded elements of a tensor `blocked` to `shape` in one function, which can be compiled.
 
-    `wide`: the operand is fp32, with the same numbers.
+    `amax`: of the whole tensor; None: that of `blocks`. `delayed`: the multiplier of a delayed scale. `key`, `origin`:
+    for random bits (`keyed_noise`). `wide`: the operand is fp32 instead of bf16, with the same numbers.
     """
     check_blocked(blocks, shape)
     if amax is None and cast.needs_tensor_amax:
@@ -178,18 +184,18 @@ def cast_blocks(
 
 
 def block_amax(x: Tensor, cast: CastConfig, axis: int) -> Tensor:
-    """Return the largest magnitude of every block of `x`, fp32, shaped as a blocked multiplier ([1, 1] per tensor)."""
+    """Return the largest magnitude of every block of `x` [R, C], fp32 with size-1 block axes ([1, 1] per tensor)."""
     shape = block_shape(cast.block, axis)
     return blocked(x, shape).float().abs().amax(dim=axes_within(shape), keepdim=True)
 
 
 def count_beyond(x: Tensor, cast: CastConfig, axis: int, multiplier: Tensor, limit: float) -> Tensor:
-    """Return how many elements of `x` [R, C], times their multiplier, are larger than `limit` in magnitude."""
+    """Return the number of elements of `x` [R, C] that exceed `limit` in magnitude after scaling by `multiplier`."""
     return (blocked(x, block_shape(cast.block, axis)).float().abs() * multiplier > limit).sum()
 
 
 def contraction_scales(block: Tensor, cast: CastConfig, axis: int, x: Tensor) -> BlockScales:
-    """Return the blocks' scales of `x` [R, C], one for each row (or column, for axis 0) and block along `axis`."""
+    """Return scales `block` of a blocked `x` [R, C] as `BlockScales`: one per block and row (axis 0: column)."""
     shape = block_shape(cast.block, axis)
     if shape is None:
         raise ValueError("a scale per tensor is a factor, not a block scale")
@@ -207,7 +213,7 @@ def quantize(
     amax: Tensor | None = None,
     delayed: Tensor | None = None,
 ) -> Quantized:
-    """Return `x` [R, C] (bf16, fp16 or fp32) quantised by `cast` with blocks along the contraction `axis`.
+    """Return `x` [R, C] (bf16, fp16 or fp32) quantized by `cast`, with blocks along the contraction `axis`.
 
     No Hadamard transform is applied here. Stochastic rounding takes `noise` [R, C] in [0, 1), see `keyed_noise`. `amax`
     replaces the tensor's own. Raises ValueError where `noise` or `delayed` is missing.
@@ -239,18 +245,21 @@ def _matrix(transform: str, size: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=32)
 def fixed_signs(vector: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return a recipe's fixed signs, fp32 [len(vector)]."""
+    """Return a recipe's fixed rotation signs as a cached tensor on `device`, fp32 [len(vector)]."""
     return torch.tensor(vector, dtype=torch.float32, device=device)
 
 
 def rotation(size: int, signs: Tensor | None, device: torch.device, transform: str = "hadamard") -> Tensor:
-    """Return diag(signs) S, [size, size] fp32, S of `transform`; `signs` [size] of +1 and -1, None for all +1."""
+    """Return the rotation matrix diag(signs) S, fp32 [size, size], with S of `transform`.
+
+    `signs`: [size] of +1 and -1; None for all +1.
+    """
     s = _matrix(transform, size, device)
     return s if signs is None else s * signs.float()[:, None]
 
 
 def rotate(x: Tensor, s: Tensor, axis: int, round_to: torch.dtype, transform: str = "hadamard") -> Tensor:
-    """Return 2-D `x` with each group of g along `axis` replaced by group @ s; s [g, g]; result in `round_to`.
+    """Rotate 2-D `x`: multiply each group of g elements along `axis` by `s` [g, g]; return it in the dtype `round_to`.
 
     The axis is padded with zeros to whole groups. fp32 accumulation. With `round_to` bf16 and a bf16 x the GEMM itself
     runs in bf16 if the entries of s are exact in it (of Hadamard matrices g = 4, 16, 64, 256), and rounds once, at the

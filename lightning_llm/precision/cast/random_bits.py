@@ -32,7 +32,7 @@ def _rotate_left(x: Tensor, bits: int) -> Tensor:
 
 
 def mix(h: Tensor) -> Tensor:
-    """Return `keyed_hash.mix` of int64 words in [0, 2^32), elementwise."""
+    """Return `base.keyed_hash.mix` elementwise, of int64 words in [0, 2^32)."""
     h = h ^ (h >> 16)
     h = h * _FINAL_1 & MASK_32
     h = h ^ (h >> 13)
@@ -51,7 +51,7 @@ def hash_words(*words: Tensor | int, seed: int = 0) -> Tensor:
 
 
 def word(x: Tensor) -> Tensor:
-    """Return integers `x` modulo 2^32 as int32: the word's bits, negative from 2^31 on."""
+    """Return `x` modulo 2^32 as int32 with the same bits (words from 2^31 on become negative)."""
     return x.to(torch.int32)
 
 
@@ -85,13 +85,15 @@ def _shift_right(words: Tensor, count: int) -> Tensor:
 
 
 def random_signs(key: Tensor, size: int) -> Tensor:
-    """Return `size` signs, fp32 of +1 and -1, from one `key` word: by the highest of each element's bits."""
+    """Return random signs from one `key` word: fp32 [size] of +1 and -1."""
     words = element_words(key, torch.arange(size, device=key.device, dtype=torch.int32))
     return torch.where(words < 0, -1.0, 1.0)
 
 
 class Origin(NamedTuple):
-    """Position of a shard in the whole tensor, so that its elements keep their random bits; stride 0: all columns.
+    """Position of a shard in the whole tensor, so that its elements have the same random bits as in one process.
+
+    `row`, `column`: first row and column. `row_stride`: columns of the whole tensor; 0: those of the shard.
 
     If rows are tokens of sequences that ranks share, `positions` (int64) are the positions of the shard's tokens in a
     sequence of `length` tokens.
@@ -104,7 +106,7 @@ class Origin(NamedTuple):
     length: int = 0
 
     def rows(self, count: int, device: torch.device) -> Tensor:
-        """Return the row in the whole tensor, int64 [count], of each of the shard's `count` rows."""
+        """Return the index in the whole tensor of each of the shard's `count` rows, int64 [count]."""
         rows = torch.arange(count, device=device, dtype=torch.int64)
         if self.positions is not None:
             own = self.positions.shape[0]
@@ -115,7 +117,7 @@ class Origin(NamedTuple):
 def keyed_noise(
     x: Tensor, cast: CastConfig, key: Tensor | None, origin: Origin, shape: BlockShape = None
 ) -> Tensor | None:
-    """Return noise for `x` [R, C], or for a tensor `blocked` to `shape`, in its shape.
+    """Return uniform noise in [0, 1), fp32, for rounding `x` [R, C], or a tensor `blocked` to `shape`, in its shape.
 
     It is a function of `key` (int64 scalar) and each element's place in the whole tensor. None if `cast` draws no
     random bits. Raises ValueError if it does and there is no key.
@@ -130,7 +132,7 @@ SCALES_SALT = 0x51ED270B
 def scale_noise(
     x: Tensor, cast: CastConfig, key: Tensor | None, origin: Origin, shape: BlockShape = None
 ) -> Tensor | None:
-    """Return `keyed_noise` for the scales of blocks: other bits than those of elements. None if they draw none."""
+    """Return noise as `keyed_noise`, but for rounding block scales (other bits); None if the scale kind draws none."""
     if not cast.scale_kind.draws:
         return None
     return _noise(x, cast, None if key is None else key ^ SCALES_SALT, origin, shape)

@@ -1,4 +1,4 @@
-"""Round fp32 values to a number format, saturating, as cast instructions and published emulators do; its codes.
+"""Round fp32 values to a number format, saturating, as cast instructions do; encode and decode its bit patterns.
 
 A number v with 2^e <= |v| < 2^(e+1) has the grid step 2^(max(e, min_exponent) - mantissa_bits). Exponents never come
 from log2, which in fp32 already errs at 2^10 (1 - 2^-24). The sign of a zero is not kept (`quantize` restores it).
@@ -52,7 +52,7 @@ def round_to_format(
 
 
 def nearest_even(v: Tensor, fmt: NumberFormat) -> Tensor:
-    """Return `v` rounded to nearest, ties to even, saturated."""
+    """Return fp32 `v` rounded to the nearest number of `fmt`, ties to even, saturating."""
     rounded = _nearest_even(v.clamp(-fmt.max, fmt.max), fmt)
     return rounded if fmt.has_nan else torch.where(v == v, rounded, fmt.max)
 
@@ -111,7 +111,7 @@ def _by_steps(v: Tensor, fmt: NumberFormat, kind: RoundingKind, noise: Tensor | 
 
 
 def torch_dtype(fmt: NumberFormat) -> torch.dtype:
-    """Return torch's dtype with the codes of `fmt`. Raises ValueError where it has none."""
+    """Return the torch dtype with the bit patterns of `fmt`. Raises ValueError if torch has none."""
     if fmt.torch_dtype is None:
         raise ValueError(f"torch has no dtype with the codes of {fmt.name}")
     dtype: torch.dtype = getattr(torch, fmt.torch_dtype)
@@ -119,7 +119,7 @@ def torch_dtype(fmt: NumberFormat) -> torch.dtype:
 
 
 def encode(values: Tensor, fmt: NumberFormat) -> Tensor:
-    """Return the codes of fp32 `values` on the grid of `fmt`, one per element: uint8, int16 beyond eight bits."""
+    """Return the bit patterns of fp32 `values`, which are numbers of `fmt`: uint8, or int16 for more than 8 bits."""
     if fmt.torch_dtype is not None:
         return values.to(torch_dtype(fmt)).view(torch.uint8)
     if fmt.integer:
@@ -135,7 +135,7 @@ def encode(values: Tensor, fmt: NumberFormat) -> Tensor:
 
 
 def decode(codes: Tensor, fmt: NumberFormat) -> Tensor:
-    """Return the fp32 values of `codes` of `fmt`, as `encode` makes them."""
+    """Return the fp32 values of bit patterns `codes` of `fmt` (inverse of `encode`)."""
     if fmt.torch_dtype is not None:
         return codes.view(torch_dtype(fmt)).float()
     return _values(fmt, codes.device)[codes.long() & (2**fmt.code_bits - 1)]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @SCALES.register
 class FP32Scale(ScaleKind):
-    """Multiplier of the elements: the format's largest number / amax of the tensor or block, in fp32."""
+    """fp32 scale. Elements are multiplied by the format's largest number / amax of the tensor or block, in fp32."""
 
     name: Literal["fp32"] = "fp32"
     meaning: ClassVar[str] = "largest number / amax, in fp32"
@@ -33,7 +33,7 @@ class FP32Scale(ScaleKind):
 
 @SCALES.register
 class PowerOfTwoScale(ScaleKind):
-    """The multiplier of `FP32Scale`, rounded down to a power of two."""
+    """Scale as `FP32Scale`, with the multiplier rounded down to a power of two."""
 
     name: Literal["power_of_two"] = "power_of_two"
     meaning: ClassVar[str] = "the same, rounded down to a power of two"
@@ -61,7 +61,7 @@ class SharedExponent(ScaleKind):
         return None
 
     def exponents(self, of: "BlocksToScale") -> "Tensor":
-        """Return biased exponents (int32, 255 for NaN) with size-1 block axes."""
+        """Return the biased exponents of the blocks of `of`, int32 with size-1 block axes; 255 for NaN."""
         raise NotImplementedError
 
     def scale(self, of: "BlocksToScale") -> "Scaled":
@@ -77,7 +77,7 @@ class SharedExponent(ScaleKind):
 
 @SCALES.register
 class E8M0CeilScale(SharedExponent):
-    """The smallest power of two that clips nothing."""
+    """E8M0 scale: the smallest power of two with which no element is clipped."""
 
     name: Literal["e8m0_ceil"] = "e8m0_ceil"
     meaning: ClassVar[str] = "1 / smallest power of two >= amax / largest number; nothing clips"
@@ -95,7 +95,7 @@ class E8M0CeilScale(SharedExponent):
 
 @SCALES.register
 class E8M0FloorScale(SharedExponent):
-    """The power of two of OCP Microscaling: the top of a binade clips."""
+    """E8M0 scale of OCP Microscaling: amax is rounded down to a power of two, so the top of a binade is clipped."""
 
     name: Literal["e8m0_floor"] = "e8m0_floor"
     meaning: ClassVar[str] = "1 / 2^(floor(log2 amax) - largest exponent); the top of a binade clips"
@@ -114,7 +114,7 @@ class E8M0FloorScale(SharedExponent):
 
 @SCALES.register
 class E8M0EvenScale(SharedExponent):
-    """The power of two of the amax rounded to the format's mantissa first (torchao `ScaleCalculationMode.EVEN`)."""
+    """E8M0 scale of the amax after rounding it to the format's mantissa bits (torchao `ScaleCalculationMode.EVEN`)."""
 
     name: Literal["e8m0_even"] = "e8m0_even"
     meaning: ClassVar[str] = "as e8m0_floor, of amax rounded half up to the mantissa bits of the format"
@@ -132,7 +132,7 @@ class E8M0EvenScale(SharedExponent):
 
 @SCALES.register
 class UnitScale(ScaleKind):
-    """No scale: elements are of the size of one already, as unit scaling initializes and multiplies them."""
+    """No scale: the multiplier is 1. For models with unit scaling, where tensors have a standard deviation near 1."""
 
     name: Literal["unit"] = "unit"
     meaning: ClassVar[str] = "1"
@@ -156,7 +156,7 @@ class UnitScale(ScaleKind):
 
 @SCALES.register
 class TwoLevelScale(ScaleKind):
-    """NVFP4: an E4M3 scale per block of 16 under one fp32 scale per tensor."""
+    """Scales of NVFP4: an E4M3 scale per block of 16 elements, and one fp32 scale per tensor."""
 
     name: Literal["two_level_e4m3"] = "two_level_e4m3"
     meaning: ClassVar[str] = "an E4M3 scale per block under one fp32 scale per tensor"
@@ -188,7 +188,10 @@ class TwoLevelScale(ScaleKind):
 
 @SCALES.register
 class EdenScale(ScaleKind):
-    """Quartet II: block scales corrected for the error of their rotation group, then rounded stochastically."""
+    """Scales of Quartet II: NVFP4 block scales, corrected for the error of their rotation group.
+
+    The corrected scales are rounded stochastically.
+    """
 
     name: Literal["eden"] = "eden"
     meaning: ClassVar[str] = (
@@ -249,7 +252,7 @@ class DelayedScale(ScaleKind):
 
 @SCALES.register
 class QuestScale(ScaleKind):
-    """QuEST: a power of two from the standard deviation of a block of 32, by which the largest elements clip."""
+    """Scale of QuEST: a power of two from the standard deviation of a block of 32. It clips the largest elements."""
 
     name: Literal["quest"] = "quest"
     meaning: ClassVar[str] = "1 / power of two from the block's standard deviation; clips about 7 % of a Gaussian"

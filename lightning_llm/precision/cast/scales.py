@@ -19,13 +19,13 @@ BlockShape = tuple[int, int] | None
 
 
 def block_shape(block: str, axis: int) -> BlockShape:
-    """Return the (rows, columns) of a block of a 2-D tensor with contraction axis `axis`; None for the whole tensor."""
+    """Return the (rows, columns) of blocks ("1x32") in a 2-D tensor with contraction axis `axis`; None for "tensor"."""
     size = block_size(block)
     return size if size is None or axis == 1 else (size[1], size[0])
 
 
 def axes_within(shape: BlockShape) -> tuple[int, ...]:
-    """Return the axes of a `blocked` tensor that are within a block."""
+    """Return the axes of a tensor `blocked` to `shape` that run within a block."""
     if shape is None:
         return (0, 1)
     height, width = shape
@@ -33,9 +33,10 @@ def axes_within(shape: BlockShape) -> tuple[int, ...]:
 
 
 def blocked(x: Tensor, shape: BlockShape) -> Tensor:
-    """Return `x` [R, C] viewed with block axes, zero-padded to whole blocks: [R, C / w, w] for blocks of one row,
+    """Return `x` [R, C], zero-padded to whole blocks, with its axes split into blocks.
 
-    [R / h, h, C] for those of one column, [R / h, h, C / w, w] for others, and `x` where it is one block.
+    [R, C / w, w] for blocks of one row, [R / h, h, C] for those of one column, [R / h, h, C / w, w] for others, and `x`
+    itself if the whole tensor is one block.
     """
     if shape is None:
         return x
@@ -52,7 +53,7 @@ def blocked(x: Tensor, shape: BlockShape) -> Tensor:
 
 
 def whole_axes(shape: tuple[int, int], x: Tensor) -> tuple[int, int]:
-    """Return the rows and columns of a block of `x` [R, C], with an axis's length in place of 0."""
+    """Return (rows, columns) of a block of `x` [R, C]: `shape` with 0 replaced by the length of the axis."""
     return shape[0] or max(x.shape[0], 1), shape[1] or max(x.shape[1], 1)
 
 
@@ -71,7 +72,7 @@ def _sizes_within(shape: tuple[int, int]) -> tuple[int, ...]:
 
 
 def unblocked(x: Tensor, like: Tensor, shape: BlockShape) -> Tensor:
-    """Undo `blocked`: [R, C] as `like`, the padding cropped."""
+    """Undo `blocked`: return `x` in the shape [R, C] of `like`, without the padding."""
     if shape is None:
         return x
     (rows, columns), (height, width) = like.shape, whole_axes(shape, like)
@@ -82,7 +83,7 @@ def unblocked(x: Tensor, like: Tensor, shape: BlockShape) -> Tensor:
 
 
 def per_block(scales: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return blocked scales with their size-1 block axes dropped: [R / rows, C / columns]."""
+    """Return scales without their size-1 block axes: [R / rows, C / columns]."""
     height, width = shape
     if height == 1:
         return scales.squeeze(2)
@@ -100,7 +101,7 @@ QUEST_GAUSSIAN_CLIP = 2.92247856  # MSE-optimal clip of a Gaussian on the E2M1 g
 
 
 def magnitudes(x: Tensor) -> Tensor:
-    """Return |x| in fp32 with NaN counted as 0, as CUDA's fmaxf does; Inf stays."""
+    """Return |x| in fp32, with NaN replaced by 0 (CUDA's fmaxf ignores NaN); Inf stays."""
     x = x.float().abs()
     return torch.where(x == x, x, torch.zeros_like(x))
 
@@ -120,7 +121,7 @@ def divide(numerator: float, denominator: Tensor) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, largest: float, power_of_two: bool, value_for_inf: float) -> Tensor:
-    """Return the multiplier that takes `amax` (fp32) to `largest`, the largest number of the format.
+    """Return the multiplier `largest` / `amax` (fp32), which scales `amax` to the largest number of the format.
 
     `compute_scale_from_amax` of Transformer Engine: 1 where amax is 0, Inf or NaN; `value_for_inf` where the quotient
     overflows; `power_of_two` rounds it down to one (clears the mantissa bits).
@@ -134,12 +135,12 @@ def scale_from_amax(amax: Tensor, largest: float, power_of_two: bool, value_for_
 
 
 def e8m0_ceil(amax: Tensor, largest: float) -> Tensor:
-    """Return biased exponents (int32, 0..255) of the smallest power of two >= amax / `largest` (Transformer Engine)."""
+    """Return the smallest power of two >= amax / `largest`, as int32 biased exponents 0..255 (Transformer Engine)."""
     return float_to_e8m0(amax * (1.0 / largest))
 
 
 def float_to_e8m0(value: Tensor) -> Tensor:
-    """Return fp32 `value` (>= 0) rounded up to a power of two, as biased exponents: NaN -> 255, Inf -> 254."""
+    """Return fp32 `value` (>= 0) rounded up to a power of two, as int32 biased exponents: NaN -> 255, Inf -> 254."""
     bits = value.view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     stays = (mantissa == 0) | (exponent == 254) | ((exponent == 0) & (mantissa <= 0x400000))
@@ -169,7 +170,7 @@ def e8m0_value(biased: Tensor) -> Tensor:
 
 
 def e8m0_exponent(value: Tensor) -> Tensor:
-    """Return the biased exponents (int32) of `e8m0_value`s: the subnormal's is 0, and NaN's is 255."""
+    """Return the biased exponents, int32, of results of `e8m0_value`: 0 for the subnormal, 255 for NaN."""
     return value.view(torch.int32) >> 23
 
 
@@ -187,10 +188,10 @@ def quest_scale(mean: Tensor, mean_of_squares: Tensor) -> Tensor:
 
 
 class Scaled(NamedTuple):
-    """Scales with size-1 block axes. Elements times `multiplier` are rounded to values of the number format.
+    """Scales of a blocked tensor, with size-1 block axes.
 
-    The quantized number is value times `block` (None: 1) times `tensor` (fp32, a scalar or one of
-    each row; None: 1) times `unit`.
+    Elements times `multiplier` are rounded to values of the number format. The dequantized number is value * `block` *
+    `tensor` * `unit`. `tensor` is fp32, a scalar or one number per row. `block` and `tensor` are None if they are 1.
     """
 
     multiplier: Tensor
@@ -200,11 +201,14 @@ class Scaled(NamedTuple):
 
     @property
     def factor(self) -> Tensor | None:
-        """The factor of the whole tensor or of its rows, fp32, which is applied after the GEMM; None: 1."""
+        """fp32 factor of the whole tensor, or of each row, that is applied after the GEMM; None if it is 1."""
         return self.tensor if self.tensor is None or self.unit == 1.0 else self.tensor * self.unit
 
     def dequantized(self, values: Tensor) -> Tensor:
-        """Return the quantized numbers of blocked `values`: times one scale, rounded as the references round it."""
+        """Return blocked `values` times their scales.
+
+        Scales are multiplied first, and rounded, as the references do.
+        """
         scale = self.tensor if self.block is None else self.block
         if self.block is not None and self.tensor is not None:
             scale = self.block * self.tensor
@@ -233,20 +237,23 @@ class BlocksToScale(NamedTuple):
         return self.cast.number_format
 
     def tensor_amax(self) -> Tensor:
-        """Return the amax of the whole tensor. Raises ValueError where it was not given."""
+        """Return the largest magnitude of the whole tensor, an fp32 scalar. Raises ValueError if it was not given."""
         if self.amax is None:
             raise ValueError(f"scale: {self.cast.scale} of block {self.cast.block} needs the tensor's amax")
         return self.amax
 
     def row_amax(self) -> Tensor:
-        """Return the amax of each vector along the contraction axis, fp32 with size-1 block axes; blocks of one row."""
+        """Return the largest magnitude of each row (axis 0: column), fp32 with size-1 block axes.
+
+        Raises ValueError unless blocks are parts of one row.
+        """
         if self.shape is None:
             raise ValueError("amax: row needs blocks of one row")
         axes = (1, 2) if self.shape[0] == 1 else (0, 1)
         return magnitudes(self.blocks).amax(axes, keepdim=True)
 
     def kept_multiplier(self) -> Tensor:
-        """Return the multiplier kept from earlier steps. Raises ValueError where it was not given."""
+        """Return the multiplier that delayed scaling kept from earlier steps. Raises ValueError if it was not given."""
         if self.kept is None:
             raise ValueError(f"scale: {self.cast.scale} needs the scale kept from earlier steps")
         return self.kept
@@ -264,7 +271,10 @@ class BlocksToScale(NamedTuple):
         return mean, square
 
     def from_amax(self, power_of_two: bool) -> Scaled:
-        """Return the largest number over amax, fp32 or a power of two, which stays with the operand: exact there."""
+        """Return scales with the multiplier largest number / amax, of the tensor or of each block.
+
+        `power_of_two`: round the multiplier down to a power of two, whose inverse then stays exact in the operand.
+        """
         tensor = self.shape is None
         amax = self.tensor_amax() if tensor else self.block_amax()
         value_for_inf = FLOAT_MAX if tensor else torch.finfo(self.blocks.dtype).max
@@ -276,7 +286,12 @@ class BlocksToScale(NamedTuple):
 
 
 def scaled_by_exponents(exponent: Tensor, prescale: float) -> Scaled:
-    """Return E8M0 scales of biased exponents (int32); elements are also multiplied by `prescale`, and divided after."""
+    """Return E8M0 scales with biased exponents `exponent` (int32).
+
+    Elements are multiplied by `prescale` before rounding.
+
+    The product of the GEMM is divided by it.
+    """
     multiplier = e8m0_reciprocal(exponent) * prescale
     factor = None if prescale == 1 else torch.full((), 1.0 / prescale, device=exponent.device)
     return Scaled(multiplier, e8m0_value(exponent), factor)
@@ -288,7 +303,7 @@ def tensor_amax(x: Tensor) -> Tensor:
 
 
 def scale(x: Tensor, cast: CastConfig, axis: int, amax: Tensor | None = None, delayed: Tensor | None = None) -> Scaled:
-    """Return the scale of every block of `x` [R, C] by `cast.scale`.
+    """Return the scales that `cast.scale` gives the blocks of `x` [R, C] along contraction `axis`.
 
     `amax`: the whole tensor's (fp32 scalar), where `needs_tensor_amax`. `delayed`: the multiplier kept from earlier
     steps. Raises ValueError where one is missing.
@@ -305,7 +320,7 @@ def scale_blocks(
     delayed: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> Scaled:
-    """Return the `scale` of every block of a tensor `blocked` to `shape`; `noise`: see `BlocksToScale`."""
+    """Return the scales that `cast.scale` gives a tensor `blocked` to `shape`; `noise`: see `BlocksToScale`."""
     scaled: Scaled = cast.scale_kind.scale(BlocksToScale(blocks, cast, shape, amax, delayed, noise))
     return scaled
 

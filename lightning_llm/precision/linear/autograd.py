@@ -1,4 +1,4 @@
-"""The quantised linear layer: one autograd function, three GEMMs, six casts (see `config.schema.precision`).
+"""The quantized linear layer: one autograd function, three GEMMs, six casts (see `config.schema.precision`).
 
 Every operand is quantised from the high-precision tensor along its own GEMM's contraction axis, in the layout it is
 stored in. Nothing quantised is kept between forward and backward: casts are functions of (tensor, scale, key), so the
@@ -78,7 +78,10 @@ def _in_dtype(weight: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
 
 
 def forward(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None, record: Record | None) -> Tensor:
-    """Return Y [M, N] = X W^T + b in the dtype of X [M, K], by the first two of six casts. W [N, K], b [N] or None."""
+    """Return Y [M, N] = X W^T + b in the dtype of X [M, K], with X and W cast by the slots fprop.x and fprop.w.
+
+    `weight`: W [N, K]. `bias`: b [N] or None. `record`: see `quantized_linear`.
+    """
     call, w = call._replace(rotations={}), _in_dtype(weight, x.dtype)
     if record is not None:
         record("x", x)
@@ -88,7 +91,7 @@ def forward(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None, re
 
 
 class NeededGradients(NamedTuple):
-    """Gradients that a backward pass computes: of X, of W, and the dtype of that of b (None for none)."""
+    """Gradients that a backward pass must compute: of X, of W, and of b (its dtype, or None if not needed)."""
 
     dx: bool
     dw: bool
@@ -101,7 +104,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def backward(
     call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor, wanted: NeededGradients, record: Record | None
 ) -> Gradients:
-    """Return the gradients of X, W and b, in their dtypes, from `dy` [M, N], by the other four of six casts."""
+    """Return the gradients of X, W and b, in their dtypes, from `dy` [M, N], by the four casts of dgrad and wgrad."""
     call, plan = call._replace(rotations={}), call.plan
     dy = dy.to(x.dtype).contiguous()
     if record is not None:
@@ -180,20 +183,20 @@ def quantized_linear(
 
 
 class Layer(Protocol):
-    """A quantised linear layer, as its calls find it."""
+    """Interface of a quantized linear layer that `operator` reads."""
 
     def call_now(self, keys: Tensor | None, device: torch.device, high: bool, observed: bool) -> LinearCall:
-        """Return the call by `keys` that the layer makes now, its state on `device`; `high`: without casts."""
+        """Return the layer's current plan with `keys` and its state on `device`; `high`: a call without casts."""
         ...
 
     @property
     def recorder(self) -> Record | None:
-        """Function that receives the tensors of a call that delayed scales depend on; None without such scales."""
+        """Function (role, tensor) that records amaxes for delayed scales; None without such scales."""
         ...
 
     @property
     def clock(self) -> Any:
-        """Object with `backward_runs()`, to call in each backward pass; None if nobody counts them."""
+        """Object with the method `backward_runs()`, called in each backward pass; None if no clock counts them."""
         ...
 
 
@@ -202,7 +205,7 @@ _numbers = itertools.count()
 
 
 def number(layer: Layer) -> Tensor:
-    """Return a number for `layer`, by which `operator` knows it while it lives: int64 [], on the CPU, no constant."""
+    """Return the number by which `operator` finds `layer` while the layer exists: an int64 scalar on the CPU."""
     own = next(_numbers)
     _layers[own] = layer
     return torch.tensor(own, device="cpu")
@@ -211,9 +214,10 @@ def number(layer: Layer) -> Tensor:
 def operator(
     x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor | None, layer: Tensor, high: bool, records: bool
 ) -> Tensor:
-    """Return x W^T + b [..., N] for `x` [..., K], W [N, K] and b [N], as the `layer` of that number multiplies now.
+    """Custom operator for compiled blocks: return x W^T + b [..., N] with the current casts of a layer.
 
-    `keys`: int64 [KEY_COUNT] or None. `high`: without casts. `records`: delayed scales follow what this call sees.
+    `x` [..., K], `weight` W [N, K], `bias` b [N]. `layer`: the layer's `number`. `keys`: int64 [KEY_COUNT] or None.
+    `high`: without casts. `records`: record amaxes for delayed scales.
     """
     y: Tensor = _forward(x, weight, bias, keys, layer, high, records)
     return y
@@ -317,5 +321,5 @@ def without_autocast(device_type: str) -> Iterator[None]:
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass is running: a forward pass within it is a recomputation."""
+    """Return whether a backward pass is running. A forward pass within it is a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -19,7 +19,7 @@ from lightning_llm.precision.linear.plan import ROLES
 
 
 def update(history: Tensor, scale: Tensor, largest: Tensor, config: DelayedConfig) -> tuple[Tensor, Tensor]:
-    """Return (history, scale) after an update; `largest` [T]: each format's largest number.
+    """Return (amax history [H, T], scale [T]) after one update. `largest` [T]: largest number of each tensor's format.
 
     The fused kernel's rule: a tensor with 0 in row 0 was not used, so its history does not roll and its scale stays. A
     scale also stays while its amax is not finite, until that amax leaves the history.
@@ -39,7 +39,9 @@ def _scale(amax: Tensor, largest: Tensor, config: DelayedConfig) -> Tensor:
 
 
 def update_unfused(history: Tensor, scale: Tensor, largest: Tensor, config: DelayedConfig) -> tuple[Tensor, Tensor]:
-    """Return (history, scale) by Transformer Engine's Python path, `NVTE_UNFUSED_FP8_UPDATE=1`.
+    """Return (amax history, scale) as `update`, by the rule of Transformer Engine's Python path.
+
+    That path runs under `NVTE_UNFUSED_FP8_UPDATE=1`.
 
     It rolls always, lets NaN through the maximum, and divides by a reciprocal: up to one unit in the last place off.
     """
@@ -56,7 +58,7 @@ def update_delayed(
     reduce_max: Callable[[Tensor], Tensor] | None = None,
     after: Literal["step", "micro_batch"] | None = None,
 ) -> None:
-    """Roll amax histories and update the scales of layers with `DelayedConfig.update` equal to `after`; None: of all.
+    """Update amax histories and scales of the layers with `DelayedConfig.update` equal to `after`; None: of all layers.
 
     Call it once per optimizer step, after the last backward pass, or after each micro-batch's. `reduce_max` replaces a
     flat fp32 tensor by its elementwise maximum over the ranks that share the layers.
@@ -107,7 +109,7 @@ def _largest(casts: tuple[CastConfig | None, ...], device: torch.device) -> Tens
 
 
 def delayed_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return delayed scaling's state by layer name: `scale` and `amax_history`, columns x, w, dy. For checkpoints."""
+    """Return the state of delayed scaling for a checkpoint, by layer: `scale` and `amax_history`, columns x, w, dy."""
     state: dict[str, dict[str, Tensor]] = {}
     for layer in quantized_layers(model):
         if layer.scale is not None and layer.amax_history is not None:
@@ -116,10 +118,10 @@ def delayed_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def load_delayed_state(model: nn.Module, state: dict[str, dict[str, Tensor]]) -> list[str]:
-    """Restore the state of `delayed_state`; return the layers without an entry in it, which start from scale 1.
+    """Restore the result of `delayed_state`; return the names of layers that it lacks, which start from scale 1.
 
-    A history of another length keeps its newest rows. Layers that are not delayed here, in a phase that is high, say,
-    keep what there is for the next phase, and are not missing anything.
+    A history of another length keeps its newest rows. Layers without delayed scales in the current phase keep their
+    entry for later phases and are not returned.
     """
     missing = []
     for layer in quantized_layers(model):

@@ -19,7 +19,7 @@ from lightning_llm.precision.linear.weight_rules import codes_cast
 
 
 class GatheredWeight(WeightCasts):
-    """Weight of `layer` that is sharded by rows over ranks.
+    """Source of weight casts for a `layer` with a weight that is sharded by rows over ranks, and gathered as codes.
 
     `amax`: largest magnitude of the whole weight (an fp32 scalar) or of its square blocks [R, C], None until reduced. A
     reduced amax is valid within a training step (`begin_step` to `end_step`); outside, weights may have changed.
@@ -39,14 +39,18 @@ class GatheredWeight(WeightCasts):
 
     @property
     def cast(self) -> CastConfig | None:
-        """Cast of the gathered codes; None if the weight is gathered uncast: bypassed, observed, or not allowed."""
+        """Cast by which codes are made; None if the weight is gathered in the compute dtype.
+
+        That is the case if the layer is bypassed or observed, or if its casts allow no codes (`codes_cast`).
+        """
         layer = self.layer
         return None if layer.bypass or layer.observe is not None else codes_cast(layer.plan.casts)
 
     def amax_of(self, shard: Tensor, cast: CastConfig, row: int, rows: int) -> Tensor:
-        """Return the largest magnitudes of this rank's `shard` [n, K], fp32: a scalar, or [R, C] of the whole's blocks.
+        """Return the largest magnitudes of this rank's `shard` [n, K], fp32: a scalar, or one per block of the weight.
 
-        The shard begins at `row` of `rows`. Blocks without a row of it have 0: the maximum over ranks is the whole's.
+        The shard begins at row `row` of `rows`. Blocks outside of the shard have 0, so the maximum over ranks is
+        that of the whole weight.
         """
         shape = block_shape(cast.block, 1)
         if shape is None:
@@ -61,7 +65,7 @@ class GatheredWeight(WeightCasts):
         return found
 
     def scales(self, shard: Tensor, cast: CastConfig) -> Scaled:
-        """Return the scales of the whole weight; `shard` [n, K] only gives dtype and device."""
+        """Return the scales of the whole weight, from the reduced `amax`. `shard` only gives dtype and device."""
         delayed = None
         if cast.scale_kind.from_history:
             self.layer.materialise_state(shard.device)
@@ -73,7 +77,7 @@ class GatheredWeight(WeightCasts):
         return scales.scale_blocks(self.amax.to(shard.dtype)[:, None, :, None], cast, shape)
 
     def codes(self, shard: Tensor, cast: CastConfig, scaled: Scaled, row: int) -> Tensor:
-        """Return the codes of `shard` [n, K] of the weight in the compute dtype, from `row` on: uint8 [n, K]."""
+        """Return the codes, uint8 [n, K], of `shard` [n, K], which begins at row `row` of the 16-bit weight."""
         if shard.numel() == 0:
             return shard.new_zeros(shard.shape, dtype=torch.uint8)
         multiplier, shape = scaled.multiplier, block_shape(cast.block, 1)
@@ -89,7 +93,7 @@ class GatheredWeight(WeightCasts):
         into.copy_(codes.view(torch_dtype(cast.number_format))).add_(0.0)
 
     def operand(self, wanted: WantedCast) -> Operand:
-        """Return the operand `wanted` from the gathered codes, or cast the weight if it was not gathered as codes."""
+        """Return the requested operand from the gathered codes, or cast the weight if it was not gathered as codes."""
         if self.gathered is None:
             return wanted.make()
         weight, scaled, cast = wanted.weight(), self.gathered, wanted.casts[wanted.slot]
@@ -104,7 +108,7 @@ class GatheredWeight(WeightCasts):
         return Operand(unblocked(product, weight, shape), scaled.factor)
 
     def known_amax(self) -> Tensor | None:
-        """Return the amax of a weight gathered as codes, which cannot be computed from them."""
+        """Return the reduced amax if the weight was gathered as codes, else None."""
         return None if self.gathered is None else self.amax
 
     def check_unquantized(self) -> None:

@@ -21,10 +21,11 @@ from lightning_llm.precision.linear.plan import LinearPlan
 
 
 class QuantizedGroupedLinear(GroupedLinear):
-    """`GroupedLinear` with the operands of each expert's GEMMs cast by a plan. `experts`: one layer per expert.
+    """Quantized `GroupedLinear`: the operands of each expert's GEMMs are cast by `plan`.
 
-    They hold no weights: each call gives them a part of this module's. A tensor-parallel rank, which holds some
-    experts, has the layers of all, so that state has the same names on every rank.
+    `experts`: one `QuantizedLinear` per expert, without a weight; each call passes them a part of this module's weight.
+    A tensor-parallel rank, which holds some experts, has the layers of all, so that state has the same names on every
+    rank.
     """
 
     def __init__(self, name: str, linear: GroupedLinear, plan: LinearPlan, multiple: int):
@@ -38,7 +39,10 @@ class QuantizedGroupedLinear(GroupedLinear):
             expert.place = name
 
     def forward(self, x: Tensor, groups: Groups, first: int = 0) -> Tensor:
-        """Return `[M, N]` in the dtype of `x` `[M, K]`; `first`: number of the first local expert."""
+        """Return `[M, N]` in the dtype of `x` `[M, K]`: each group of rows times the weight of its expert.
+
+        `groups`: rows of each local expert. `first`: number of the first local expert.
+        """
         counts = groups.counts
         self._materialise_state(x.device)
         weights = local(self.weight).chunk(len(counts))
@@ -49,14 +53,14 @@ class QuantizedGroupedLinear(GroupedLinear):
         return torch.cat(made) if made else x.new_zeros(0, self.out_features)
 
     def of_group(self, x: Tensor, group: int) -> Tensor:
-        """Return `[M, N]` of `x` `[M, K]` by the weight of local expert `group` alone."""
+        """Return `[M, N]`, the product of `x` `[M, K]` and the weight of local expert `group`."""
         self._materialise_state(x.device)
         weight = local(self.weight).narrow(0, group * self.out_features, self.out_features)
         y: Tensor = self.experts[group](x, partial(_multiplied, weight=weight))
         return y
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the experts, too, which are no children."""
+        """Set training or evaluation mode of this module and of `experts`, which are not registered as submodules."""
         for expert in self.experts:
             expert.train(mode)
         return super().train(mode)
@@ -78,7 +82,10 @@ def _multiplied(multiply: Any, x: Tensor, _: Tensor, bias: None, weight: Tensor)
 
 
 def row_multiple(sets: Iterable[Mapping[str, CastConfig]]) -> int:
-    """Return the number of rows that whole blocks and rotations of x and dy need, under all sets of six casts."""
+    """Return the least common multiple of the rows that blocks and rotations of x and dy need, in all `sets`.
+
+    `sets`: sets of six casts by slot.
+    """
     sizes = [1]
     for slot, cast in (pair for casts in sets for pair in casts.items()):
         if slot.endswith(".w") or not cast.quantizes:

@@ -1,4 +1,4 @@
-"""The quantised linear layer as a module, and the state its model shares: step keys, delayed scales, the bypass."""
+"""The quantized linear layer as a module, and the state its model shares: step keys, delayed scales, the bypass."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,10 +28,13 @@ VALIDATION_KEY = 1 << 31
 
 
 class Clock(Protocol):
-    """Object that counts the micro-batches of a training loop that does not report them."""
+    """Interface of a counter of backward passes, for training loops that do not report their micro-batches."""
 
     def backward_runs(self) -> None:
-        """Called by each layer in a backward pass, and before each recomputed forward pass within it."""
+        """Note that a backward pass is running.
+
+        Layers call it in each backward pass and before each recomputation in it.
+        """
         ...
 
 
@@ -80,7 +83,7 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def is_adopted(self) -> bool:
-        """Whether the module was another linear layer before, which `release` makes it again."""
+        """Whether the module was made by `adopt`, so that `release` can undo it."""
         return self._adopted is not None
 
     def release(self) -> None:
@@ -105,11 +108,14 @@ class QuantizedLinear(nn.Linear):
         return self.weight
 
     def forward(self, input: Tensor, reduce: Reduce | None = None) -> Tensor:
-        """Return [..., out_features] in the dtype of `input` [..., in_features], after `reduce` if it is given."""
+        """Return the output [..., out_features] for `input` [..., in_features], in its dtype.
+
+        `reduce`: function that calls the product and reduces it over ranks; None: the product alone.
+        """
         return self.reduced(input, self.matrix, self.bias, reduce)
 
     def reduced(self, x: Tensor, weight: Tensor, bias: Tensor | None, reduce: Reduce | None) -> Tensor:
-        """Return `reduce` of the product; None: the product."""
+        """Return `reduce(multiply, x, weight, bias)`, or the product itself if `reduce` is None."""
         return self.multiply(x, weight, bias) if reduce is None else reduce(self.multiply, x, weight, bias)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -139,7 +145,7 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def keys_device(self) -> torch.device:
-        """Device that usually reads `keys`."""
+        """Device on which `keys` should be allocated."""
         return self.weight.device
 
     def _keys_on(self, device: torch.device) -> Tensor | None:
@@ -158,9 +164,9 @@ class QuantizedLinear(nn.Linear):
     def call_now(
         self, keys: Tensor | None, device: torch.device, high: bool = False, observed: bool = True
     ) -> LinearCall:
-        """Return the call by `keys` that the layer makes now; `high`: without casts.
+        """Return the layer's current plan with `keys` and its delayed scales; `high`: a call without casts.
 
-        Delayed scales start on `device` where there are none.
+        Delayed scales that do not exist yet start at 1 on `device`. `observed`: casts are reported to `observe`.
         """
         if high:
             return LinearCall(replace(self.plan, casts=UNQUANTIZED_CASTS), None, None)
@@ -171,29 +177,32 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def recorder(self) -> Record | None:
-        """Function that merges the amaxes for delayed scales; None without such scales.
+        """Function (role, tensor) that adds the tensor's amax to the history; None without delayed scales.
 
         A recomputation merges the same amax again, which changes nothing.
         """
         return self._record if self.plan.delayed_casts() else None
 
     def keep_weight_casts(self, rotated: bool) -> None:
-        """Keep casts of the weight within training steps, wherever they are the same bits (`KeptCasts`)."""
+        """Cache casts of the weight within each training step, where they have the same bits (`KeptCasts`)."""
         self.plan = self.plan.with_weight_casts(KeptCasts(rotated))
 
     def delayed_config(self) -> DelayedConfig:
-        """Return the history settings, which the casts of one layer share. Raises LookupError where none is delayed."""
+        """Return the settings of delayed scaling, the same for all casts of a layer.
+
+        Raises LookupError if no cast is delayed.
+        """
         for cast in self.plan.delayed_casts().values():
             if cast.delayed is not None:
                 return cast.delayed
         raise LookupError(f"{self.name} has no delayed scale")
 
     def reset_delayed(self) -> None:
-        """Forget every scale and amax; the next forward pass starts from scale 1."""
+        """Delete the state of delayed scaling; the next forward pass starts from scale 1."""
         self.scale = self.amax_history = None
 
     def materialise_state(self, device: torch.device) -> None:
-        """Put delayed scaling's state on `device`, at first scale 1 and no amax."""
+        """Move the state of delayed scaling to `device`; create it, with scale 1 and no amaxes, if there is none."""
         if self.scale is not None and self.amax_history is not None:
             if self.scale.device != device:  # the module was moved
                 self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
@@ -237,7 +246,7 @@ def _sharded_as(current: type[nn.Module], wanted: type[nn.Module]) -> type[nn.Mo
 
 
 def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:
-    """Return the model's quantised layers, in module order; of linears of experts one per expert."""
+    """Return the quantized layers of `model` in module order, including one per expert of each grouped linear."""
     found: list[QuantizedLinear] = []
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
@@ -248,7 +257,7 @@ def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:
 
 
 def set_step_key(model: nn.Module, key: StepKey) -> None:
-    """Give every quantised layer of `model` its random keys for one micro-batch: before each forward pass.
+    """Set the random keys of all quantized layers of `model` for one micro-batch. Call it before each forward pass.
 
     A layer's key depends on its name, so it is the same on every pipeline stage. One tensor is made for all layers.
     """
@@ -305,7 +314,7 @@ def _repeated(
 
 @contextmanager
 def high_precision_forward(model: nn.Module) -> Iterator[None]:
-    """Run the same weights without any cast: the other view of validation."""
+    """Context in which `model` computes without casts, with the same weights, for validation in high precision."""
     layers = quantized_layers(model)
     for layer in layers:
         layer.bypass = True

@@ -59,7 +59,7 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 
 class SharedCasts:
-    """Cache of the latest result of each kind, for the next call with the same tensor."""
+    """Cache of the latest cast of each kind, reused if the next call casts the same tensor in the same way."""
 
     def __init__(self) -> None:
         self._latest: dict[str, _Made] = {}
@@ -88,7 +88,7 @@ Given = Tensor | Callable[[], Tensor]
 
 
 class LinearCall(NamedTuple):
-    """One call's plan with its tensors that are neither activations nor weights."""
+    """Plan of one call of a quantized linear, with its random keys, delayed scales and rotation matrices."""
 
     plan: LinearPlan
     keys: Tensor | None  # int64 [KEY_COUNT]
@@ -97,12 +97,12 @@ class LinearCall(NamedTuple):
 
     @property
     def knows_amax(self) -> bool:
-        """Whether the weight's amax is known without reading the weight."""
+        """Whether the source of weight casts knows the weight's amax, so that the weight need not be read."""
         source = self.plan.weight_casts
         return source is not None and source.known_amax() is not None
 
     def signs(self, gemm: str, config: HadamardConfig, device: torch.device) -> Tensor | None:
-        """Return the rotation's signs for `gemm`, the same for both of its operands."""
+        """Return the signs of the rotation of both operands of `gemm`, fp32 [size]; None if all are +1."""
         if config.signs == "none":
             return None
         if config.vector is not None:  # signs are fixed
@@ -112,7 +112,7 @@ class LinearCall(NamedTuple):
         return random_signs(self.keys[len(SLOT_NAMES) + GEMM_NAMES.index(gemm)], config.size)
 
     def matrix(self, slot: str, device: torch.device) -> Tensor | None:
-        """Return the rotation of `slot`, or None."""
+        """Return the rotation matrix of `slot`, fp32 [size, size]; None without a rotation."""
         config, gemm = self.plan.casts[slot].hadamard, slot.partition(".")[0]
         if config is None:
             return None
@@ -134,7 +134,10 @@ class LinearCall(NamedTuple):
         return source.operand(WantedCast(slot, self.plan.casts, observed, weight, make))
 
     def operands_of(self, dy: Tensor) -> Callable[[str, int], Operand]:
-        """Return a function of (slot, axis) to `dy`'s operand; it is made once if both GEMMs read the same codes."""
+        """Return a function (slot, axis) -> operand of `dy`.
+
+        It casts once if both backward GEMMs read the same codes.
+        """
         casts = self.plan.casts
         cast = casts["dgrad.dy"]
         if not cast.quantizes or cast != casts["wgrad.dy"] or cast.block != "tensor" or self.plan.observe is not None:
@@ -182,7 +185,7 @@ class LinearCall(NamedTuple):
         )
 
     def unobserved(self) -> "LinearCall":
-        """Return the call without its observer: for casts that are made a second time."""
+        """Return the same call without its observer, for casts that are repeated."""
         return self if self.plan.observe is None else self._replace(plan=replace(self.plan, observe=None))
 
 
@@ -193,7 +196,7 @@ def _tell(observe: Observe, *seen: Any) -> None:
 def observe_casts(
     x: Tensor, weight: Tensor, y: Tensor, plan: LinearPlan, keys: Tensor | None, scales: Tensor | None
 ) -> None:
-    """Repeat the casts of y = x W^T, which other code made, to report them to `plan.observe`.
+    """Repeat the casts of y = x W^T that another implementation made, and report them to `plan.observe`.
 
     `x` [M, K] is in the dtype that is quantized, `weight` [N, K] in the parameter's dtype, and a hook gives the
     gradient of `y` [..., N]. Nothing is multiplied, and no tensor or generator changes. Operands have source
@@ -224,7 +227,7 @@ def observe_casts(
 
 
 def multiply(a: Operand, b: Operand, dtype: torch.dtype, backend: Backend, bias: Tensor | None = None) -> Tensor:
-    """Return a b [m, n] in `dtype` for a [m, k], b [k, n], times all scales, plus `bias` [n] (never quantised)."""
+    """Return the product a b [m, n] in `dtype` of [m, k] and [k, n], with all scales applied, plus `bias` [n]."""
     left, right = a.tensor, b.tensor
     partial = a.blocks is not None or b.blocks is not None
     unrounded = dtype == torch.float32 and left.dtype == right.dtype and not _crawls(left.dtype, left.device)
@@ -248,7 +251,7 @@ def _crawls(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def multiplied_in_fp32(x: Tensor, cast: CastConfig) -> bool:
-    """Return whether `multiply` needs the operand that `cast` makes of `x` in fp32, for any other operand."""
+    """Return whether `multiply` reads the operand that `cast` makes of `x` in fp32, so it is best made in fp32."""
     return cast.scales_partial_sums or _crawls(x.dtype, x.device)
 
 

@@ -27,7 +27,11 @@ def wgrad_dtype_of(recipe: PrecisionConfig) -> torch.dtype | None:
 
 
 class CastRecord(NamedTuple):
-    """Record of one cast: `slot`, its input `given` [R, C], the `rounded` tensor after the rotation, and the result."""
+    """Record of one cast of `slot`, for observers.
+
+    `given` [R, C]: its input. `rounded`: the input after the rotation, which is rounded. `scaled`, `operand`: its
+    result.
+    """
 
     slot: str
     given: Tensor
@@ -42,10 +46,11 @@ Observe = Callable[[CastRecord], None]
 
 
 class Shard(NamedTuple):
-    """Position of a role's local tensor in the whole one: its origin, and the maximum over the ranks that share it.
+    """This rank's part of one operand (x, w or dy) of a linear that several ranks share.
 
-    `counts`: false if another rank holds the same shard and counts it. `group`: the process group of the ranks with the
-    other parts, over which `reduce_amax` reduces; None if this rank has the whole. `part`: number of this part.
+    `origin`: its position in the whole tensor. `reduce_amax`: replaces an amax by the maximum over all parts; None if
+    this rank has the whole. `counts`: false if another rank holds the same part and counts it in statistics. `group`:
+    process group of the ranks with the other parts; None if this rank has the whole. `part`: number of this part.
     """
 
     origin: Origin = Origin()
@@ -56,9 +61,11 @@ class Shard(NamedTuple):
 
 
 class WantedCast(NamedTuple):
-    """Request for the cast of a weight [N, K] for `slot` of six `casts`; `make` computes it.
+    """Request for the cast of a weight [N, K] in `slot`.
 
-    `observed`: `make` reports to an observer.
+    `casts`: all six; `weight`: returns the weight; `make`: casts it.
+
+    `observed`: `make` reports the cast to an observer, so it must be called.
     """
 
     slot: str
@@ -87,14 +94,14 @@ class WeightCasts:
         return wanted.make()
 
     def known_amax(self) -> Tensor | None:
-        """Return the amax of the weight if it is known, or if the layer does not hold the weight itself; else None."""
+        """Return the amax of the weight, an fp32 scalar; None if it must be computed from the weight."""
         return None
 
     def tell_amax(self, amax: Tensor) -> None:
         """Receive the `amax` of the weight, an fp32 scalar, which was computed because `known_amax` returned None."""
 
     def check_unquantized(self) -> None:
-        """Raise RuntimeError if the layer does not hold the weight itself."""
+        """Raise RuntimeError if the layer now has codes instead of the weight, which an unquantized GEMM needs."""
 
 
 class KeptCasts(WeightCasts):
@@ -144,12 +151,12 @@ class KeptCasts(WeightCasts):
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """Behavior of a quantized linear without its weights: six casts by slot name, a backend, the shards by role.
+    """Settings of a quantized linear: six casts by slot name, how they run (`backend`), and this rank's shards by role.
 
     `fixed`: the layer was swapped for its dtype only (fp16 on a CPU) and stays unquantized in every phase of the
-    recipe. `rule`: see `rule_in_effect`, of the phase in effect. `observe` is
-    called once per cast and must change nothing. `weight_casts`: cache of casts, None for none. `wgrad_dtype`: dtype to
-    which dW is rounded, None for that of X.
+    recipe. `rule`: number of the rule of `modules.casts` in effect (`rule_in_effect`). `observe` is called once per
+    cast and must change nothing. `weight_casts`: source of weight casts; None computes them at each use. `wgrad_dtype`:
+    dtype to which dW is rounded, None for that of X.
     """
 
     casts: Mapping[str, CastConfig]
@@ -163,7 +170,7 @@ class LinearPlan:
 
     @classmethod
     def from_recipe(cls, recipe: PrecisionConfig, backend: Backend, rule: int | None = None) -> "LinearPlan":
-        """Return the plan of a layer that follows `rule` of `recipe`, or has its own slots."""
+        """Return the plan of a layer that follows rule number `rule` of `recipe`; None: the recipe's own slots."""
         return cls(recipe.casts_under(rule), backend, rule=rule, wgrad_dtype=wgrad_dtype_of(recipe))
 
     def with_weight_casts(self, source: WeightCasts) -> "LinearPlan":
@@ -171,7 +178,7 @@ class LinearPlan:
         return replace(self, weight_casts=source)
 
     def delayed_casts(self) -> dict[str, CastConfig]:
-        """Return the casts that delayed scales are kept for, by role; the slots of one role share a scale."""
+        """Return {role: cast} of the casts with delayed scales. The slots of one role share a scale."""
         named = ((slot.split(".")[1], cast) for slot, cast in self.casts.items())
         return {role: cast for role, cast in named if cast.scale_kind.from_history}
 

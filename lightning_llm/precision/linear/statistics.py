@@ -32,7 +32,7 @@ PRODUCT_SLACK = 1 + 2.0**-20
 
 
 def cast_sums(seen: CastRecord) -> tuple[Tensor, Tensor]:
-    """Return the `SUMS` of one cast, fp64 [len(SUMS)], and log2 of its smallest and largest scale, fp64 [2].
+    """Return (sums of one cast, fp64 in the order of `SUMS`; log2 of its smallest and largest scale, fp64 [2]).
 
     The last two sums, which need a history, are 0; the scales are (inf, -inf) where all blocks are zero.
     """
@@ -89,7 +89,9 @@ def _scale_range(multiplier: Tensor, used: Tensor) -> Tensor:
 
 
 def figures(sums: Mapping[str, float], lowest: float, highest: float) -> dict[str, float]:
-    """Return the figures for `SUMS` and the extreme scales; a figure without data is absent.
+    """Return figures by name from total `sums` ({name of `SUMS`: sum}) and the log2 of the extreme scales.
+
+    A figure without data is absent.
 
     - `underflow_percent`: elements with x ≠ 0 and q = 0, over those with x ≠ 0. A few large elements set the scale. Use
       scales per block (`mxfp8`, `fp8_subchannel`) or E5M2 for gradients, or keep the layer unquantized.

@@ -1,4 +1,4 @@
-"""Swap a model's linear layers for quantised ones, by name, before anything is sharded or materialised."""
+"""Replace a model's linear layers by quantized ones, by name, before anything is sharded or initialized."""
 
 from dataclasses import dataclass
 
@@ -28,9 +28,11 @@ EMULATED = Decision("emulated")
 
 @dataclass(frozen=True)
 class SwapReport:
-    """Result of a swap. `kept`: name -> reason of unquantized layers; `note`: message about how emulated casts run.
+    """Result of `swap_linears`. `converted`: names of replaced layers. `kept`: {name: why it stays unquantized}.
 
-    `decision`: whether the converted layers run natively, and why not. `coverage`: the counts; None without casts.
+    `backend`: how emulated casts run, with the reason in `note` if they are slow. `decision`: whether the converted
+    layers run natively, and why not. `coverage`: counts of quantized layers and blocks; None for a recipe without
+    casts.
     """
 
     converted: tuple[str, ...]
@@ -42,7 +44,7 @@ class SwapReport:
 
 
 def sum_in_fp32() -> None:
-    """Make CUDA's 16-bit GEMMs sum in fp32 over split axes too, as emulated ones do, for every recipe.
+    """Set torch to sum CUDA's 16-bit GEMMs in fp32 also where a kernel splits the summed axis, as emulated GEMMs do.
 
     Otherwise unquantized layers of a recipe would differ from the baseline's.
     """
@@ -51,7 +53,7 @@ def sum_in_fp32() -> None:
 
 
 def choose_backend(recipe: PrecisionConfig, device_type: str) -> tuple[Backend, str | None]:
-    """Return how casts run on this kind of device by `recipe.casts`, and a note with the reason if that is slow.
+    """Return (how casts run on a device type by `recipe.casts`, a note with the reason if that is slow, else None).
 
     Raises ConfigError if they should be compiled and cannot be.
     """
