@@ -12,7 +12,10 @@ _FLOAT_MAX = 3.4028234663852886e38
 
 @dataclass(frozen=True)
 class LossScale:
-    """`scale` multiplies the loss; `good_steps` since the last change; `patience` overflows until the scale shrinks."""
+    """State of loss scaling. `scale` multiplies the loss.
+
+    `good_steps`: steps without overflow since the scale changed. `patience`: overflows left until the scale shrinks.
+    """
 
     scale: float
     good_steps: int
@@ -24,7 +27,7 @@ class LossScale:
         return cls(config.init_scale, 0, config.hysteresis)
 
     def after_step(self, overflow: bool, config: LossScalingConfig) -> "LossScale":
-        """Return the state after a step; `overflow`: some gradient on some rank was not finite, the step is skipped.
+        """Return the state after a step. `overflow`: a gradient on any rank was not finite, so the step is skipped.
 
         Patience is restored by growth alone, not by a good step; once spent, every overflow shrinks the scale.
         """

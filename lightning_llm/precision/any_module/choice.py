@@ -32,7 +32,7 @@ WITHOUT_ENDS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe on a module. `reasons`: why a linear layer is skipped, None for a quantized one, by its name.
+    """Which linear layers of a module a recipe quantizes. `reasons`: {name: why it is skipped, None if quantized}.
 
     `recipe`: without rules for first and last blocks if there are none. `places`: names of the layers as rules of the
     recipe see them, "layers.INDEX.REST"; `on_fast_paths`: layers that nn.TransformerEncoderLayer reads in evaluation
@@ -55,7 +55,7 @@ class Choice:
 
     @property
     def other_matrices(self) -> list[str]:
-        """Names of matrices in the blocks that belong to no linear layer, with "*" for numbers: fused experts, say."""
+        """Names of matrices in the blocks that are in no linear layer (e.g. fused experts), with "*" for numbers."""
         owners = {
             name: module
             for name, module in self.root.named_modules()
@@ -71,7 +71,7 @@ class Choice:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Sizes of the quantized layers by "NAME.in_features" and "NAME.out_features", equal blocks once."""
+        """{"NAME.in_features" or "NAME.out_features": size} of the quantized layers; equal blocks are listed once."""
         found: dict[str, int] = {}
         for linear in self.quantized:
             for side, size in (("in_features", linear.in_features), ("out_features", linear.out_features)):
@@ -151,7 +151,7 @@ def _without_ends(recipe: PrecisionConfig) -> PrecisionConfig:
 
 
 def matches(name: str, glob: str) -> bool:
-    """Whether `glob` matches `name`, an ending of it that begins after a dot, or the same of a parent module."""
+    """Whether `glob` matches a module name, one of its parents, or an ending of either that begins after a dot."""
     parts = name.split(".")
     ends = [parts[:stop] for stop in range(1, len(parts) + 1)]
     return any(fnmatchcase(".".join(end[start:]), glob) for end in ends for start in range(len(end)))

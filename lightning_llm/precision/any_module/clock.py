@@ -26,11 +26,11 @@ from lightning_llm.precision.linear.operands import shared
 
 
 class StepClock:
-    """Counter of the steps and micro-batches of one module, for its quantized layers.
+    """Counts the steps and micro-batches of one module, and gives its quantized layers their random keys.
 
-    `micro_batch` counts those of this rank, from 0 in each step. Until an
-    optimizer is attached, the first one that steps a parameter of the module is, unless `go_to` is called, which makes
-    the loop responsible. A copy of the module has a clock that starts with these rules.
+    `micro_batch` is the number of this rank's micro-batch, from 0 in each step. If no optimizer is attached, the first
+    optimizer that steps a parameter of the module is attached. If the training loop calls `go_to` instead, it counts
+    itself. A copy of the module gets a clock of its own, which starts without an optimizer.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class StepClock:
         group: dist.ProcessGroup | None = None,
         micro_batches: int | None = None,
     ):
-        """`num_layers`: blocks of the module; `group`: data-parallel ranks, None for all.
+        """`num_layers`: number of blocks of the module. `group`: data-parallel ranks; None: all ranks.
 
-        `micro_batches`: of each rank in a step, if every rank numbers its own consecutively.
+        `micro_batches`: number per rank and step, if each rank numbers its micro-batches consecutively; else None.
         """
         self.recipe, self.num_layers, self.seed, self.max_steps = recipe, num_layers, seed, max_steps
         self.group, self.micro_batches = group, micro_batches
@@ -76,18 +76,21 @@ class StepClock:
         return made
 
     def start(self, module: nn.Module) -> None:
-        """Count the passes of `module`, which calls `before_forward` ahead of each forward pass."""
+        """Begin to count the passes of `module`, which must call `before_forward` before each forward pass."""
         self.module = module
         for layer in quantized_layers(module):
             layer.clock = self
         self._set_keys()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """End a step with each `optimizer.step()`."""
+        """Attach `optimizer`: each of its steps ends a step of the module."""
         self._optimizer, self.by_hand = weakref.ref(optimizer), False
 
     def ends_with(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step of `optimizer` ends a step of the module; the first that may is attached if none is."""
+        """Return whether a step of `optimizer` ends a step of the module.
+
+        Attaches `optimizer` if none is attached and it fits.
+        """
         attached = None if self._optimizer is None else self._optimizer()
         if attached is None and not self.by_hand and self.module is not None:
             own = set(map(id, self.module.parameters()))
@@ -107,7 +110,7 @@ class StepClock:
             self.module = None
 
     def before_forward(self, module: nn.Module, _: Any) -> None:
-        """Set the keys of a validation batch's forward pass, or those of training again."""
+        """Set the random keys of the forward pass: of a validation batch (no gradients), or of a micro-batch."""
         if torch.compiler.is_compiling() or in_backward():
             return
         if self.module is not module:  # a copy
@@ -120,7 +123,7 @@ class StepClock:
             self._set_keys()
 
     def after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
-        """Have the backward pass begin with the keys of this forward pass, for checkpointed blocks to repeat it."""
+        """Make the backward pass restore the keys of this forward pass, so that recomputations repeat its bits."""
         if torch.compiler.is_compiling() or in_backward() or not torch.is_grad_enabled():
             return
         keys_of = self._keys_of
@@ -134,7 +137,10 @@ class StepClock:
             self._set_keys(keys_of)
 
     def backward_runs(self) -> None:
-        """Note a backward pass; its end ends the micro-batch. Every layer calls this, in each backward pass."""
+        """Note that a backward pass is running; its end ends the micro-batch.
+
+        Each layer calls this in each backward pass.
+        """
         if self._in_backward:
             return
         self._in_backward = True
@@ -149,13 +155,16 @@ class StepClock:
             self._set_keys()
 
     def end_step(self) -> None:
-        """End the step after its update of the weights."""
+        """End the step, after the update of the weights: update delayed scales and phases, and set the next keys."""
         self._update_scales("step")
         self.steps_ended += 1
         self._begin(self.step + 1, 0)
 
     def go_to(self, step: int, micro_batch: int) -> None:
-        """Begin a micro-batch of a step. Without an optimizer, the loop counts from now on."""
+        """Set the step and micro-batch of the next forward pass.
+
+        If no optimizer is attached, the loop counts from now on.
+        """
         self.by_hand = self._optimizer is None
         if self.by_hand and self._had_backward and (step, micro_batch) != (self.step, self.micro_batch):
             self._update_scales("micro_batch")
@@ -164,7 +173,7 @@ class StepClock:
         self._begin(step, micro_batch)
 
     def restore(self, step: int) -> None:
-        """Continue at `step` in the way that steps are counted now."""
+        """Continue at `step` after a checkpoint, counting steps as before (by an optimizer or by the loop)."""
         self._begin(step, 0)
 
     def _begin(self, step: int, micro_batch: int) -> None:

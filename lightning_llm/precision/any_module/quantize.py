@@ -77,7 +77,7 @@ def quantize(
         dry_run: change nothing and return the report.
 
     Returns:
-        The report: printed, a table of quantized and skipped layers with reasons.
+        The report. Printed, it is a table of quantized and skipped layers with reasons.
 
     Raises:
         ConfigError: an argument is wrong, the recipe cannot be applied, no layer would be quantized, or layers of the
@@ -253,7 +253,7 @@ def _notes(choice: Choice, how: _How) -> tuple[str, ...]:
 
 
 class QuantizedConv1D(QuantizedLinear):
-    """`QuantizedLinear` with a transposed weight. Attributes are those of Conv1D, which it is made of (`adopt`)."""
+    """`QuantizedLinear` made from a Conv1D of transformers (`adopt`): its weight is [in_features, out_features]."""
 
     @property
     def matrix(self) -> Tensor:
@@ -266,7 +266,7 @@ class QuantizedConv1D(QuantizedLinear):
 
 
 class NativeConv1D(NativeLinear):
-    """`NativeLinear` with a transposed weight; its kernels need a contiguous copy of it."""
+    """`NativeLinear` made from a Conv1D of transformers; kernels get a contiguous transposed copy of the weight."""
 
     @property
     def matrix(self) -> Tensor:
@@ -285,10 +285,10 @@ WITH_TRANSPOSED_WEIGHT: dict[type[QuantizedLinear], type[QuantizedLinear]] = {
 
 
 def read_recipe(source: RecipeSource) -> PrecisionConfig:
-    """Return the checked recipe of `source`.
+    """Read and validate a precision recipe given by name, file, mapping or object.
 
     Raises:
-        ConfigError: there is no such recipe or file, or all problems of its keys, lint rules included.
+        ConfigError: there is no such recipe or file, or with all problems of its keys, including those of lint rules.
     """
     recipe = source if isinstance(source, PrecisionConfig) else _validated(*_recipe_values(source))
     if problems := lint(recipe):

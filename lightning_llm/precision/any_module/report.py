@@ -24,7 +24,7 @@ Figures = dict[tuple[str, str], dict[str, float]]
 
 @contextmanager
 def observed(module: nn.Module) -> Iterator[Figures]:
-    """Observe every cast of the quantized layers of `module` in the block; the mapping is filled at its end.
+    """Context that observes all casts of `module`; yields a mapping of figures, which is filled at its end.
 
     Observing changes no bit. On several ranks, each sees its own casts.
     """
@@ -52,10 +52,10 @@ def _add(sums: dict[tuple[str, str], tuple[Tensor, Tensor]], layer: QuantizedLin
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """One linear layer: its `name`, and whether it is `quantized`.
+    """One linear layer in a `QuantizeReport`: its `name`, and whether it is `quantized`.
 
-    `runs`: how its GEMMs run, "" without casts; `reason`: why so, or why the layer is skipped; `names`: all names of a
-    layer that is in several places.
+    `runs`: how its GEMMs run ("native", "emulated", ...), "" without casts. `reason`: why they run so, or why the layer
+    is skipped. `names`: all names of a layer that is registered in several places.
     """
 
     name: str
@@ -188,7 +188,7 @@ def _state(each: ModuleReport) -> str:
 
 
 def stepped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer with step hooks: `optimizer`, the one that accelerate wraps, or the last of a sequence."""
+    """Return the torch optimizer to attach: `optimizer`, the one that accelerate wraps, or the last of a sequence."""
     found = optimizer
     while isinstance(found, Sequence) and found:
         found = found[-1]

@@ -36,7 +36,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class FoundLinear:
-    """A linear layer `module` under all its `names`; the first one keys its random bits."""
+    """A linear layer `module` and all `names` under which it is registered. The first name keys its random bits."""
 
     module: Any
     names: tuple[str, ...]
@@ -53,12 +53,12 @@ class FoundLinear:
 
     @property
     def in_features(self) -> int:
-        """Length of the axis that the forward product sums over."""
+        """Number of input features."""
         return int(self.module.weight.shape[0] if self.is_transposed else self.module.in_features)
 
     @property
     def out_features(self) -> int:
-        """Length of the output."""
+        """Number of output features."""
         return int(self.module.weight.shape[1] if self.is_transposed else self.module.out_features)
 
 
@@ -68,7 +68,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def linears_in(module: nn.Module) -> list[FoundLinear]:
-    """Return the linear layers of `module` in its order, each once."""
+    """Return the linear layers of `module`, in the order of its submodules, each once."""
     found: dict[int, FoundLinear] = {}
     every = [
         (plain_name(path), each)
@@ -85,12 +85,12 @@ def linears_in(module: nn.Module) -> list[FoundLinear]:
 
 
 def plain_name(path: str) -> str:
-    """Return the name that a module has without wrappers around it or its parents."""
+    """Return a module's name without the parts that wrappers add (torch.compile, checkpointing, FSDP, adapters)."""
     return _WRAPPED.sub("", path).rstrip(".")
 
 
 def why_not_convertible(linear: FoundLinear, root: nn.Module) -> str | None:
-    """Return why casts cannot be put into `linear`, or None."""
+    """Return why `linear` cannot be quantized, e.g. a lazy or quantized layer; None if it can."""
     module = linear.module
     weight = module.weight
     if is_lazy(weight):
@@ -126,7 +126,7 @@ def _only_fsdp_shards(weight: DTensor, root: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a module: containers by path, and the number of blocks in all of them together.
+    """The transformer blocks of a module: paths of their containers, and the number of blocks in each.
 
     Without a container (`paths` is empty) all linear layers may be quantized, and rules for first and last blocks do
     not apply.

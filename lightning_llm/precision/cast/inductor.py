@@ -150,7 +150,7 @@ def run_by(backend: Backend, function: Callable[P, R], identity: Any) -> Callabl
 def only_shapes(function: Callable[P, R]) -> Callable[P, R]:
     """Return a stand-in for `function` that computes nothing: it returns uninitialized results of the same shapes.
 
-    It runs once, on the meta device, for each set of shapes, dtypes and other arguments.
+    `function` runs once, on the meta device, for each set of shapes, dtypes and other arguments.
     """
     returned: dict[Any, tuple[list[Any], Any]] = {}
 

@@ -36,7 +36,7 @@ from lightning_llm.config.schema import cast_kinds, casts, number_formats
 
 @functools.cache
 def processor() -> list[str]:
-    """Return the architecture and instruction-set flags of this CPU: part of the key of a CPU kernel."""
+    """Return the model and the instruction-set flags of this CPU: part of the key of a CPU kernel."""
     kept, file = [torch.backends.cpu.get_cpu_capability(), platform.machine()], Path("/proc/cpuinfo")
     if file.is_file():
         names = ("vendor_id", "cpu family", "model\t", "stepping", "flags", "Features", "CPU part")

@@ -1,1 +1,1 @@
-"""Recorded vectors of other libraries, case by case, against the quantisers here."""
+"""Recorded vectors of other libraries, case by case, against the emulation."""

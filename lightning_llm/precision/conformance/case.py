@@ -1,4 +1,4 @@
-"""One recorded case: its arrays as tensors, the comparison, and quantisers run eagerly or compiled."""
+"""One recorded case: its arrays as tensors, the comparison, and casts run eagerly or compiled."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ BF16_ARRAYS = ("x", "X", "W", "dY", "rht_xT")
 
 
 class Check(NamedTuple):
-    """The verdict on one array; `error` is None where it agrees."""
+    """Result of comparing one recorded array; `error` is None if it agrees."""
 
     array: str
     error: str | None
@@ -27,18 +27,18 @@ class Check(NamedTuple):
 
 @dataclass
 class Runner:
-    """Runs tensor functions as they are, or through Inductor; equal functions are compiled once."""
+    """Runs tensor functions eagerly or compiled by Inductor; equal functions are compiled once."""
 
     compiled: bool
     _functions: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def backend(self) -> inductor.Backend:
-        """The backend's name."""
+        """Name of the backend: "eager" or "compiled"."""
         return "compiled" if self.compiled else "eager"
 
     def __call__(self, function: Callable[..., Any], *tensors: Any, **constants: Any) -> Any:
-        """Return function(*tensors, **constants); constants are hashable and compiled in."""
+        """Return function(*tensors, **constants). `constants` must be hashable; they are part of the compiled graph."""
         key = (function, tuple(sorted(constants.items())))
         if key not in self._functions:
             self._functions[key] = self._bind(function, constants)
@@ -59,7 +59,7 @@ class Runner:
         amax: Tensor | None = None,
         delayed: Tensor | None = None,
     ) -> Quantized:
-        """Return `quantize.quantize`'s result."""
+        """Return the result of `quantize.quantize`, eager or compiled."""
         values, stored, dequantized, inside = self(_quantize, x, noise, amax, delayed, cast=cast, axis=axis)
         return Quantized(values, stored, dequantized, inside, cast.number_format)
 
@@ -73,7 +73,7 @@ def _quantize(
 
 @dataclass(frozen=True)
 class Case:
-    """One entry of a manifest. `spec` is the entry itself; `arrays` maps the names it lists (and more) to arrays."""
+    """One recorded case. `spec`: its entry in the manifest. `arrays`: {name: recorded array}."""
 
     spec: dict[str, Any]
     arrays: dict[str, np.ndarray[Any, Any]]
@@ -81,28 +81,31 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The case's name."""
+        """Name of the case in the manifest."""
         return str(self.spec["name"])
 
     def __contains__(self, array: str) -> bool:
         return array in self.spec["arrays"]
 
     def tensor(self, array: str) -> Tensor:
-        """Return an array as a tensor; uint16 inputs are bf16 bit patterns."""
+        """Return a recorded array as a tensor; uint16 arrays are bit patterns of bf16."""
         value = self.arrays[array]
         if value.dtype == np.uint16 and array in BF16_ARRAYS:
             return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
 
     def exact(self, array: str, actual: Tensor) -> Check:
-        """Compare with an array number for number: NaN equals NaN, zeros may differ in sign."""
+        """Compare `actual` with a recorded array: all numbers must be equal.
+
+        NaN equals NaN; zeros may differ in sign.
+        """
         expected = self.tensor(array).double()
         actual = actual.detach().double().reshape(expected.shape)
         wrong = ~((actual == expected) | (actual.isnan() & expected.isnan()))
         return self._verdict(array, wrong, actual, expected)
 
     def codes(self, array: str, actual: Tensor, name: str) -> Check:
-        """Compare uint8 codes bit for bit, signs of zeros included; any NaN code equals any other."""
+        """Compare uint8 codes with a recorded array, bit for bit, including signs of zeros. All NaN codes are equal."""
         expected = self.tensor(array)
         actual = actual.reshape(expected.shape)
         same = actual == expected
@@ -111,7 +114,7 @@ class Case:
         return self._verdict(array, ~same, actual, expected)
 
     def close(self, array: str, actual: Tensor, tolerance: Tensor | float, excused: float = 0.0) -> Check:
-        """Compare within an absolute tolerance, but for a fraction `excused` of the elements."""
+        """Compare with a recorded array within an absolute `tolerance`; a fraction `excused` of elements may differ."""
         expected = self.tensor(array).double()
         actual = actual.detach().double().reshape(expected.shape)
         wrong = ~((actual - expected).abs() <= tolerance)

@@ -1,4 +1,4 @@
-"""Checks of recorded cases against the quantisers: casts, scales, blocks, GEMMs of linear layers, state machines."""
+"""Checks of recorded cases against the emulation: casts, scales, blocks, GEMMs of linear layers, state machines."""
 
 import hashlib
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ BFLOAT_MAX = torch.finfo(torch.bfloat16).max
 
 
 def plain_scale(case: Case) -> Scale:
-    """Return the scale kind of a case's `pow2` entry."""
+    """Return the name of the scale kind of a case: "power_of_two" if its entry `pow2` is true, else "fp32"."""
     return "power_of_two" if case.spec["pow2"] else "fp32"
 
 
@@ -34,7 +34,7 @@ def element_cast(case: Case) -> Iterator[Check]:
 
 
 def scale_cast(case: Case) -> Iterator[Check]:
-    """Check the rounding of numbers up to E8M0, and E8M0's values and reciprocals."""
+    """Check numbers rounded up to E8M0 exponents, and the values and reciprocals of E8M0 exponents."""
     yield case.exact("expected_biased", case.run(scales.float_to_e8m0, case.tensor("x")))
     every = torch.arange(256, dtype=torch.int32)
     yield case.exact("table_rcp", case.run(scales.e8m0_reciprocal, every))
@@ -164,7 +164,7 @@ MXFP4_SR = CastConfig(format="e2m1", block="1x32", scale="e8m0_floor", rounding=
 
 
 def mxfp4_stochastic(case: Case) -> Iterator[Check]:
-    """Check MXFP4 with stochastic rounding: given noise exactly, or mean and spread over 4,096 draws of torch.rand."""
+    """Check MXFP4 with stochastic rounding: exactly with recorded noise, else mean and spread of 4,096 random draws."""
     x = case.tensor("x")
     if "expected" in case:
         yield case.exact("expected", case.run.quantize(x, MXFP4_SR, noise=case.tensor("u")).dequantized)
@@ -262,7 +262,7 @@ def nvfp4_gemm(case: Case) -> Iterator[Check]:
 
 
 def six_slot_inputs(case: Case) -> Iterator[Check]:
-    """Check that the tensors other cases share, X [M, K], W [N, K] and dY [M, N], belong together."""
+    """Check that the shapes of the shared inputs X [M, K], W [N, K] and dY [M, N] fit together."""
     (m, k), (n, depth), gradient = (tuple(case.tensor(name).shape) for name in ("X", "W", "dY"))
     agree = depth == k and gradient == (m, n)
     yield Check("shapes", None if agree else f"X {(m, k)}, W {(n, depth)} and dY {gradient} do not fit together")

@@ -1,4 +1,4 @@
-"""Recorded vectors of Transformer Engine, microxcaling, Quartet, Megatron and torch against the quantisers here.
+"""Recorded vectors of Transformer Engine, microxcaling, Quartet, Megatron and torch against the emulation.
 
 A folder holds `manifest.json` with `cases`, and the .npz files they name; array `a` of case `c` is stored as `c__a`. A
 check is one recorded array that is not an input, or one recorded hash; a case passes if it has checks and all agree.
@@ -25,7 +25,7 @@ INPUTS = frozenset(_GIVEN.split())
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one case: number of checks that agree, and the texts of the others."""
+    """Result of one case: number of checks made, and the errors of those that failed."""
 
     recipe: str
     case: str
@@ -39,7 +39,7 @@ class Verdict:
 
 
 def run_conformance(folder: str | Path, compiled: bool) -> list[Verdict]:
-    """Return the verdict on every case of `folder`, eagerly or through Inductor.
+    """Check all recorded cases in `folder`, eagerly or `compiled` by Inductor; return a verdict per case.
 
     A case of an unknown recipe, or with a recorded array that no check covers, fails with that reason. Raises
     ConfigError if the folder has no readable vectors, or there is no compiler.

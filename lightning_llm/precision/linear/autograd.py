@@ -1,7 +1,7 @@
 """The quantized linear layer: one autograd function, three GEMMs, six casts (see `config.schema.precision`).
 
-Every operand is quantised from the high-precision tensor along its own GEMM's contraction axis, in the layout it is
-stored in. Nothing quantised is kept between forward and backward: casts are functions of (tensor, scale, key), so the
+Every operand is quantized from the high-precision tensor along its own GEMM's contraction axis, in the layout it is
+stored in. Nothing quantized is kept between forward and backward: casts are functions of (tensor, scale, key), so the
 backward pass makes them again, which is cheaper than the memory. Those of a weight may be kept from one micro-batch to
 the next (`plan.KeptCasts`). Random bits come from a tensor of keys, no counter.
 
@@ -34,7 +34,7 @@ Record = Callable[[str, Tensor], None]
 
 @dataclass
 class _Forward:
-    """fprop's quantised operands, made again in the backward pass where a slot or a gradient needs them."""
+    """fprop's quantized operands, made again in the backward pass where a slot or a gradient needs them."""
 
     call: LinearCall
     dtype: torch.dtype

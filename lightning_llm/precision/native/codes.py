@@ -26,7 +26,7 @@ COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StoredCodes(NamedTuple):
-    """An operand as it is kept: uint8 `codes` [R, C], and fp32 `scales` in the layout of `Quantized.stored_scale`."""
+    """A quantized operand as kernels store it: uint8 `codes` [R, C], fp32 `scales` as `Quantized.stored_scale`."""
 
     codes: Tensor
     scales: Tensor
@@ -41,15 +41,15 @@ def _for_both_directions(quantizer: Any, group: Any) -> Any:
 
 
 def quantized_by(quantizer: Any, tensor: Tensor, group: Any = None) -> Any:
-    """Return `tensor` as one of Transformer Engine's quantisers makes it, both directions.
+    """Return `tensor` quantized by a quantizer of Transformer Engine, for both directions of GEMMs.
 
-    `group`: process group of the ranks with the other parts of a tensor that has one scale.
+    `group`: process group over which amaxes are reduced, if ranks have parts of a tensor with one scale.
     """
     return _for_both_directions(quantizer, group)(tensor)
 
 
 def quantized_with_bias_gradient(quantizer: Any, tensor: Tensor, group: Any = None) -> tuple[Tensor, Any]:
-    """Return the sum of a gradient [R, C] over its rows, and the gradient cast, as a linear with a bias makes both.
+    """Return (sum over rows [C], quantized gradient) of a gradient [R, C], as a linear with a bias computes both.
 
     One kernel makes the two; for blocks of 128 the library sums and casts apart (`grad_output_preprocess`).
     """
@@ -61,7 +61,7 @@ def quantized_with_bias_gradient(quantizer: Any, tensor: Tensor, group: Any = No
 
 
 def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> StoredCodes:
-    """Return one direction of a tensor quantized by Transformer Engine, in our layout.
+    """Return one direction (`axis`) of a tensor quantized by Transformer Engine, in the layout of the emulation.
 
     Its layouts (2.20): per tensor `_data` [R, C], `_transpose` [C, R] (none from Blackwell on: its GEMMs read both
     ways) and one `_scale_inv`; per block of 128 columnwise data is transposed, scales of vectors are too, and the last
@@ -104,9 +104,10 @@ def emulated(
     noise: float | None = None,
     reduce_amax: Callable[[Tensor], Tensor] | None = None,
 ) -> StoredCodes:
-    """Return codes and scales of our quantizers, after the cast's fixed rotation, in the form that kernels store.
+    """Return codes and scales of the emulated cast of `tensor`, rotated by fixed signs, in the form that kernels store.
 
-    `noise` in [0, 1) per element, for stochastic casts. `reduce_amax`: maximum over the ranks with the other parts.
+    `noise` in [0, 1) per element, for stochastic casts. `reduce_amax`: function that replaces an amax by the maximum
+    over the ranks with the other parts.
     """
     if (transform := cast.hadamard) is not None and transform.vector is not None:
         signs = fixed_signs(transform.vector, tensor.device)
@@ -122,12 +123,12 @@ def emulated(
 
 
 def axis_of(slot: str) -> int:
-    """Return the contraction axis of a slot's tensor as it is stored: x [M, K], w [N, K], dy [M, N]."""
+    """Return the contraction axis (0 or 1) of the stored tensor of `slot`: x [M, K], w [N, K] or dy [M, N]."""
     return 0 if slot.startswith("wgrad") or slot == "dgrad.w" else 1
 
 
 def sample(device: torch.device, dtype: torch.dtype, largest: int) -> Tensor:
-    """Return [SIZE, SIZE]: integers up to `largest`, times a power of two per 16 x 16 tile; some tiles zero.
+    """Return a test tensor [SIZE, SIZE]: integers up to `largest` times a power of two (or 0) per 16 x 16 tile.
 
     With `largest` 15 a rotation over 16 of a tile's elements is exact in bf16, for every order of the sum.
     """
@@ -149,14 +150,14 @@ def _layer(casts: dict[str, CastConfig], device: torch.device, bias: bool, shard
 
 
 def quantizers_of(layer: NativeLinear) -> dict[str, Any]:
-    """Return a native layer's quantisers by role, after its first forward pass."""
+    """Return {role: quantizer} of a native layer, which exist after its first forward pass."""
     if layer._delayed is not None:
         return dict(layer._delayed.by_role)
     return transformer_engine.quantizers_of(layer._kernel[0])
 
 
 def difference(theirs: StoredCodes, ours: list[StoredCodes]) -> str | None:
-    """Return how native codes and scales differ from all of `ours` (one, or both neighbors), None if equal."""
+    """Return how native codes and scales differ from `ours` (one result, or both neighbors); None if they are equal."""
     for kind, found, *wanted in zip(("codes", "scales"), theirs, *ours, strict=True):
         if found.shape != wanted[0].shape:
             return f"{kind}: native has shape {tuple(found.shape)}, the emulation {tuple(wanted[0].shape)}"
@@ -172,7 +173,7 @@ def difference(theirs: StoredCodes, ours: list[StoredCodes]) -> str | None:
 
 
 def bias_gradient_difference(found: Tensor, dy: Tensor) -> str | None:
-    """Return how `found` [C] differs from the sum of `dy` [R, C] over its rows; None if only by rounding."""
+    """Return how `found` [C] differs from the sum of `dy` [R, C] over rows; None if it differs by rounding only."""
     wanted = dy.double().sum(0)
     # One rounding to the dtype of dY, and fp32 sums in any order.
     allowed = torch.finfo(dy.dtype).eps * wanted.abs() + len(dy) * 2.0**-24 * dy.double().abs().sum(0)
@@ -183,14 +184,14 @@ def bias_gradient_difference(found: Tensor, dy: Tensor) -> str | None:
 def cast_differences(
     casts: dict[str, CastConfig], dtype: torch.dtype, device: torch.device, bias: bool = False, shards: Shards = WHOLE
 ) -> Iterator[str]:
-    """Yield the slot and the difference for each of `casts` with a native cast on `device` that is not the recipe's.
+    """Yield "slot and difference" for each of `casts` that differs from the native cast on `device`.
 
     `bias`: linears have one, so the kernel that casts dY also sums it, and its sums are checked too. `shards`: parts
     that this rank has of X, W and dY. Each rank then casts tensors of another size; collective.
     """
     layer = _layer(casts, device, bias, shards)
     x = sample(device, dtype, 127).requires_grad_()
-    layer(x).sum().backward()  # which makes the quantisers
+    layer(x).sum().backward()  # which makes the quantizers
     for role in _casts_of_parts_alone(layer, x):
         yield f"{role}: a rank's part is cast by its own amax, instead of the whole tensor's"
     delayed = torch.tensor([0.3, 1.7, 900.0], device=device)
@@ -242,10 +243,10 @@ def _casts_of_parts_alone(layer: NativeLinear, x: Tensor) -> list[str]:
 def check_native_casts(
     recipe: PrecisionConfig, device: torch.device, bias: bool = False, parts: Sequence[Shards] = (WHOLE,)
 ) -> str | None:
-    """Return None if Transformer Engine's casts of one small tensor on `device` are those of `recipe`, bit for bit.
+    """Compare Transformer Engine's casts of a small tensor on `device` with those of `recipe`, bit for bit.
 
-    `bias`: whether linears have one. `parts`: the ways in which ranks cut linears; collective if they cut any. A
-    release that keeps quantised tensors otherwise cannot be compared: a note on that is returned.
+    `bias`: whether linears have one. `parts`: the ways in which ranks cut linears; collective if they cut any. Returns
+    None, or a note if this release stores quantized tensors in an unknown layout, so that nothing can be compared.
 
     Raises:
         ConfigError: with the first difference in every slot that has one.

@@ -23,7 +23,7 @@ LIBRARY = (2, 20)
 
 @dataclass(frozen=True)
 class Capability:
-    """One device with its libraries. `device` is "cpu", or "sm_90" for CUDA compute capability 9.0.
+    """A device and the libraries for it. `device` is "cpu", or "sm_90" for CUDA compute capability 9.0.
 
     `problem`: why there is no CUDA device. `library_problem`: why Transformer Engine cannot be used. `no_compiler`: why
     nothing can be compiled for it.
@@ -39,13 +39,13 @@ class Capability:
 
     @classmethod
     def none(cls, problem: str) -> "Capability":
-        """Return a machine without a CUDA device."""
+        """Return the capability of a machine without a CUDA device; `problem`: why it has none."""
         library, library_problem = installed_library()
         return cls("cpu", library=library, problem=problem, library_problem=library_problem)
 
     @classmethod
     def of_gpu(cls, major: int, minor: int, cuda: tuple[int, int] = (13, 0), library: str = "2.20.2") -> "Capability":
-        """Return a GPU with all libraries, as assumed by the table of recipes and devices."""
+        """Return the capability of a GPU with all libraries installed, as in the table of recipes and devices."""
         return cls(f"sm_{major}{minor}", (major, minor), cuda, library)
 
 
@@ -72,14 +72,14 @@ https://developer.nvidia.com/cuda-gpus)."""
 
 
 def version_tuple(text: str) -> tuple[int, int]:
-    """Return (2, 20) for "2.20.2" or "2.20.0.dev0+abc"; (0, 0) where it does not begin with two numbers."""
+    """Return (major, minor) of a version: (2, 20) for "2.20.0.dev0"; (0, 0) unless it begins with two numbers."""
     parts = text.split(".")
     numbers = [part for part in parts[:2] if part.isdigit()]
     return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 else (0, 0)
 
 
 def installed_library() -> tuple[str | None, str | None]:
-    """Return (version, problem) of Transformer Engine from the package's metadata, without importing it."""
+    """Return (installed version or None, why it cannot be used or None) of Transformer Engine, without importing it."""
     wanted = f"at least {LIBRARY[0]}.{LIBRARY[1]} and below {LIBRARY[0] + 1}"
     try:
         found = version("transformer-engine")
@@ -91,7 +91,7 @@ def installed_library() -> tuple[str | None, str | None]:
 
 
 def device_here(accelerator: str) -> Capability:
-    """Return the GPU that `trainer.accelerator` (auto, cpu, cuda) finds on this machine, ignoring its libraries."""
+    """Return the device that `trainer.accelerator` (auto, cpu, cuda) finds on this machine, without its libraries."""
     if accelerator == "cpu":
         return Capability.none("trainer.accelerator=cpu")
     if not has_nvidia_driver():
@@ -110,7 +110,7 @@ def device_here(accelerator: str) -> Capability:
 
 @functools.cache
 def capability_here(accelerator: str) -> Capability:
-    """Return `device_here` with its libraries, which are imported if there is a GPU; cached per process."""
+    """Return this machine's device with its libraries, which are imported if there is a GPU; cached per process."""
     device = device_here(accelerator)
     if device.compute_capability is None:
         return device
@@ -126,7 +126,7 @@ Runs = Literal["native", "emulated", "refused"]
 
 
 def device_problems(native: NativeRecipe, here: Capability) -> list[str]:
-    """Return the unmet requirements of `native` here, with numbers (`check_*_support`, Transformer Engine 2.20)."""
+    """Return the requirements of `native` that `here` does not meet (Transformer Engine 2.20, `check_*_support`)."""
     if here.compute_capability is None or here.cuda is None:
         return [each for each in (here.problem or "no CUDA device", here.library_problem) if each]
     compute, cuda, problems = here.compute_capability, here.cuda, []
@@ -165,7 +165,7 @@ def _four_bit_problems(native: NativeRecipe, compute: tuple[int, int], has: str)
 
 
 def size_problems(native: NativeRecipe, widths: Mapping[str, int]) -> list[Problem]:
-    """Return a problem for each size of a model's linears (by key) that its kernels reject, with the multiple."""
+    """Return a problem for each of `widths` ({key: size of a linear}) that the kernels of `native` reject."""
     multiple = MULTIPLES[native.kind]
     return [
         Problem(key, f"is {width}, not a multiple of {multiple}, as {native.name} requires.")
@@ -175,7 +175,7 @@ def size_problems(native: NativeRecipe, widths: Mapping[str, int]) -> list[Probl
 
 
 def shared_problems(native: NativeRecipe, shared: Mapping[str, str]) -> list[Problem]:
-    """Return a problem for each degree of tensor and context parallelism, by key, under which kernels cast otherwise.
+    """Return a problem for each of `shared` ({key: degree} of tp and cp) under which kernels cast unlike the recipe.
 
     Ranks of `tp` and `cp` cast their parts of X, W and dY. This equals the recipe's cast of the whole if scales belong
     to blocks, which are never split (`plan/divisibility.py`); if they are delayed, because all ranks' amaxes go into
@@ -191,7 +191,7 @@ def shared_problems(native: NativeRecipe, shared: Mapping[str, str]) -> list[Pro
 
 @dataclass(frozen=True)
 class Decision:
-    """How a recipe's quantized GEMMs run on one machine, and why not natively (`problems`, empty if native).
+    """How a recipe's quantized GEMMs run on one machine (`runs`), and why not natively (`problems`, empty if native).
 
     `software`: why unquantized GEMMs are emulated as well, None if they are not.
     """
@@ -203,7 +203,7 @@ class Decision:
     software: str | None = None
 
     def facts(self) -> dict[str, str]:
-        """Return it as plain data."""
+        """Return {"runs", "reason"} as plain data."""
         return {"runs": self.runs, "reason": self.reason}
 
     def refusals(self) -> list[Problem]:
@@ -219,7 +219,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Why it is so, in one line."""
+        """Reason of the decision in one line."""
         if self.runs == "native":
             names = dict.fromkeys(native.name for native in self.natives)
             return f"Transformer Engine {self.library}, {' and '.join(names)}" if names else "not quantized"

@@ -30,7 +30,7 @@ NAMES: dict[Kind, str] = {
 """Transformer Engine's recipe class of each kind. DelayedScaling itself is not used: it updates its scales at the end
 of every autocast, over the whole job, but the recipe decides when (`DelayedConfig.update`); so the scales are ours."""
 MULTIPLES: dict[Kind, int] = {"delayed": 16, "current": 16, "subchannel": 128, "mxfp8": 32, "nvfp4": 32}
-"""Required divisors of a linear's sizes (`assert_dim_for_fp8_exec`, each quantiser's `is_quantizable`); every axis is
+"""Required divisors of a linear's sizes (`assert_dim_for_fp8_exec`, each quantizer's `is_quantizable`); every axis is
 some GEMM's contraction axis, so the strictest of the rules holds for all. Tokens are padded with zero rows."""
 TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Its random signs of a 16-point Hadamard transform, which are always the same."""
@@ -38,7 +38,7 @@ TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 @dataclass(frozen=True)
 class NativeRecipe:
-    """One configuration of Transformer Engine. `gradient`: the format of dY; "high": a backward pass in compute_dtype.
+    """One recipe of Transformer Engine. `gradient`: the format of dY; "high": the backward pass runs in compute_dtype.
 
     `square`: one scale for both directions of the weight (32x32, 16x16); `rotated`, `stochastic`: NVFP4's switches.
     `scopes`: `amax_scope` of X, W and dY; None if the two casts of a tensor have different ones.
@@ -55,17 +55,17 @@ class NativeRecipe:
 
     @property
     def whole_tensors(self) -> bool:
-        """Whether a cast's scale depends on the tensor's amax, while a rank may have only a part of the tensor."""
+        """Whether scales depend on the amax of whole tensors, so that ranks with parts of one must reduce it."""
         return any(cast.quantizes and cast.needs_tensor_amax for cast in casts_of(self).values())
 
     @property
     def name(self) -> str:
-        """Name in Transformer Engine."""
+        """Name of the recipe class in Transformer Engine."""
         return NAMES[self.kind]
 
 
 def casts_of(native: NativeRecipe) -> dict[str, CastConfig]:
-    """Return the six casts that Transformer Engine makes of a configuration (its 2.20 sources, `quantization.py`)."""
+    """Return the six casts that Transformer Engine makes under `native` (2.20, `quantization.py`)."""
     if native.kind == "nvfp4":
         x, w, dy, turned_dy, turned_x = _nvfp4_casts(native)
     else:
@@ -105,7 +105,7 @@ def _nvfp4_casts(native: NativeRecipe) -> tuple[CastConfig, CastConfig, CastConf
 
 
 def express(casts: Mapping[str, CastConfig]) -> tuple[NativeRecipe | None, list[tuple[str, str]]]:
-    """Return the configuration that makes exactly `casts`, or None and the differences: (slot, text) pairs."""
+    """Return (Transformer Engine's recipe that makes exactly `casts`, []), or (None, [(slot, difference), ...])."""
     x, dy = casts["fprop.x"], casts["dgrad.dy"]
     kind = _kind(x)
     if x == UNQUANTIZED:
@@ -171,9 +171,9 @@ def _brief(value: object) -> str:
 
 @functools.cache
 def native_recipes(recipe: PrecisionConfig) -> tuple[dict[str, NativeRecipe], tuple[Problem, ...]]:
-    """Return the configuration for each set of casts that can have one, by the keys of `cast_sets`, and every problem.
+    """Return ({key of `cast_sets`: Transformer Engine's recipe}, problems of the sets that have none).
 
-    Casts that quantise nothing need no configuration: their GEMMs run in compute_dtype.
+    Sets of casts that quantize nothing need no recipe: their GEMMs run in compute_dtype.
     """
     found, problems = dict[str, NativeRecipe](), []
     for key, casts in recipe.cast_sets().items():
@@ -193,6 +193,6 @@ def native_recipes(recipe: PrecisionConfig) -> tuple[dict[str, NativeRecipe], tu
 
 
 def native_recipe(recipe: PrecisionConfig) -> tuple[NativeRecipe | None, tuple[Problem, ...]]:
-    """Return the first of `native_recipes`, that of the recipe's own slots if there is one, and every problem."""
+    """Return (Transformer Engine's recipe for the own slots, else for the first other set, or None; problems)."""
     found, problems = native_recipes(recipe)
     return next(iter(found.values()), None), problems

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class MainGrad:
-    """The fp32 gradient of one use of a weight: the GEMM writes it, autograd reads it.
+    """Holder of the fp32 gradient of one use of a weight: the GEMM writes it, autograd reads it.
 
     `fuse_wgrad_accumulation` lets the GEMM add up a master's gradients in fp32. Here each backward pass gets a new
     tensor when the GEMM asks for it, because the layout sums over micro-batches and ranks, in its order.
@@ -39,7 +39,7 @@ class MainGrad:
             del cast.get_main_grad
 
     def make(self) -> Tensor:
-        """Return the tensor [N, K] to write to, fp32."""
+        """Return the uninitialized fp32 tensor [N, K] that the GEMM writes to. Raises RuntimeError at a second call."""
         if self._weight is None:
             raise RuntimeError("the gradient of a weight can be computed only once per forward pass")
         made = torch.empty(self._weight.shape, dtype=torch.float32, device=self._weight.device)
@@ -47,7 +47,7 @@ class MainGrad:
         return made
 
     def take(self) -> Tensor | None:
-        """Return the written gradient, None if there is none."""
+        """Return the written gradient [N, K] and forget it; None if there is none."""
         made, self._made = self._made, None
         return made
 

@@ -48,7 +48,7 @@ ROLE_OF = {"input": "x", "weight": "w", "grad_output": "dy"}
 
 
 class Engine(NamedTuple):
-    """The parts of the library that are used."""
+    """The modules of Transformer Engine that are used."""
 
     pytorch: Any
     recipe: Any
@@ -59,7 +59,7 @@ class Engine(NamedTuple):
 
 @functools.cache
 def engine() -> Engine:
-    """Import the library and return its parts. torch comes first: it loads the CUDA libraries that this one needs."""
+    """Import Transformer Engine, after torch, which loads the CUDA libraries that it needs; return its modules."""
     with suppress(RuntimeError):  # torch loads its own cuDNN now, or the library's would make torch refuse to use any
         torch.backends.cudnn.version()
     import transformer_engine.pytorch as pytorch
@@ -73,7 +73,7 @@ def engine() -> Engine:
 
 
 def import_problem() -> str | None:
-    """Return why the library cannot be used although it is installed, or None."""
+    """Return why Transformer Engine cannot be used although it is installed; None if it can."""
     if os.environ.get("NVTE_USE_FAST_MATH", "0") not in ("", "0"):
         return "NVTE_USE_FAST_MATH changes how Transformer Engine quantises: unset it"
     try:
@@ -85,7 +85,7 @@ def import_problem() -> str | None:
 
 
 def recipe_object(native: NativeRecipe) -> Any:
-    """Return the library's recipe for `native`, every switch given; `DelayedQuantizers` has delayed scaling's."""
+    """Return Transformer Engine's recipe object for `native`, with every option set explicitly."""
     own, e = engine().recipe, native
     common = {"backward_override": "high_precision" if e.gradient == "high" else None}
     wide = own.Format.HYBRID if e.gradient == "e5m2" else own.Format.E4M3
@@ -119,10 +119,10 @@ def _with_scales(recipe: Any, power_of_two: bool) -> Any:
 
 
 class DelayedQuantizers:
-    """The quantisers of one layer under delayed scaling, on scales and amaxes that the layer owns."""
+    """Quantizers of one layer with delayed scaling. They read scales and write amaxes that the layer owns."""
 
     def __init__(self, casts: dict[str, CastConfig], device: torch.device):
-        """`casts`: by role (x, w, dy)."""
+        """`casts`: {role (x, w, dy): cast}."""
         parts = engine()
         self.scratch = torch.zeros(len(ROLES), device=device)  # what amaxes go to that no history is to see
         ones = torch.ones(len(ROLES), device=device)
@@ -138,13 +138,13 @@ class DelayedQuantizers:
             setattr(self.recipe, f"fp8_gemm_{gemm}", parts.recipe.MMParams(True))
 
     def _quantizer(self, role: Any) -> Any:
-        """Return the quantiser of a slot; of outputs and input gradients, which are never quantised, one to spare."""
+        """Return the quantizer of a slot; of outputs and input gradients, which are never quantized, one to spare."""
         return self.by_role.get(ROLE_OF.get(getattr(role, "tensor_type", ""), ""), self._spare)
 
     def use(self, scale: Tensor, amax: Tensor | None) -> None:
-        """Read `scale` [len(ROLES)] and merge amaxes into `amax` [len(ROLES)], or nowhere.
+        """Set the tensors to use: `scale` [len(ROLES)] to read, `amax` [len(ROLES)] to merge amaxes into, or None.
 
-        For a forward pass, and again for its backward pass: another may have come in between.
+        Called for each forward pass, and again for its backward pass, because others may have run in between.
         """
         target = self.scratch if amax is None else amax
         for at, role in enumerate(ROLES):
@@ -160,7 +160,7 @@ class KeptByKernel(WeightCasts):
         self.layer = layer
 
     def begin_step(self) -> None:
-        """Begin to keep, with nothing."""
+        """Begin a training step with an empty cache."""
         self.end_step()
         super().begin_step()
 
@@ -171,14 +171,16 @@ class KeptByKernel(WeightCasts):
 
 
 class NativeLinear(QuantizedLinear):
-    """Linear layer with GEMMs in Transformer Engine. Parameters, names and delayed state are QuantisedLinear's.
+    """Linear layer with GEMMs in Transformer Engine.
+
+    Parameters, names and delayed state are those of `QuantizedLinear`.
 
     Each call enters autocast, so that recomputations in the backward pass, samples and validations use it too; the
     recipes in use keep no state in it.
     """
 
     def __init__(self, name: str, linear: nn.Linear, plan: LinearPlan, sharded: bool = False):
-        """`sharded`: the weight is gathered for use, so no quantised copy is to be kept for the backward pass."""
+        """`sharded`: the weight is gathered for each use, so no quantized copy is kept for the backward pass."""
         super().__init__(name, linear, plan)
         self.sharded = sharded
 
@@ -198,11 +200,11 @@ class NativeLinear(QuantizedLinear):
         return super().__getstate__() | own
 
     def keep_weight_casts(self, rotated: bool) -> None:
-        """Have the kernel keep its casts of the weight within training steps, wherever they are the same bits."""
+        """Cache the kernel's casts of the weight within each training step, where they have the same bits."""
         self.plan = self.plan.with_weight_casts(KeptByKernel(self))
 
     def let_go(self) -> None:
-        """Have the kernel forget its casts of the weight."""
+        """Drop the kernel's cached casts of the weight."""
         for kernel in self._kernel:
             kernel._fp8_workspaces.clear()
 
@@ -264,7 +266,10 @@ class NativeLinear(QuantizedLinear):
         return torch.device("cpu")
 
     def random_word(self) -> int:
-        """Return the seed of the bits that round dY, of this micro-batch and this rank's part. Raises ValueError."""
+        """Return the seed of the random bits that round dY in this micro-batch, for this rank's part.
+
+        Raises ValueError if no key was set.
+        """
         if self.keys is None:
             raise ValueError(f"stochastic rounding of {self.name} needs a key; none was set for this step")
         part = self.plan.shards["dy"].part if "dy" in self.plan.shards else 0
@@ -297,7 +302,7 @@ class NativeLinear(QuantizedLinear):
         return not kernel._fp8_workspaces
 
     def _follow_plan(self, device: torch.device) -> None:
-        """Take up another plan: at the first call, and where a phase begins. A kernel keeps its first quantisers."""
+        """Take up another plan: at the first call, and where a phase begins. A kernel keeps its first quantizers."""
         if self._known is self.plan:
             return
         self._known = self.plan
@@ -343,7 +348,7 @@ def quantizers_of(kernel: Any) -> dict[str, Any]:
 
 
 def share_amaxes(kernel: Any, groups: Mapping[str, Any]) -> None:
-    """Have the next cast by each quantizer of `kernel` take the maximum of its amaxes over the ranks of its group.
+    """Make the next cast of each quantizer of `kernel` reduce its amax over a process group (`groups`, by role).
 
     The library withdraws the group after every cast (`Quantizer.quantize`), and before casts of tensors that it does
     not gather itself: unless the quantizer names another as its parent, as the debug tools' do (`module/_common.py`).
@@ -357,5 +362,5 @@ def share_amaxes(kernel: Any, groups: Mapping[str, Any]) -> None:
 
 
 def seed_random_bits(word: int) -> None:
-    """Seed the source of stochastic rounding's bits in NVFP4's kernels (torch's CUDA generator), before a cast."""
+    """Seed torch's CUDA generator, from which NVFP4 kernels draw the bits of stochastic rounding, before a cast."""
     torch.cuda.manual_seed(word)

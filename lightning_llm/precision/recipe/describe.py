@@ -74,7 +74,7 @@ def precision_facts(
 
 
 def _layers(recipe: PrecisionConfig, names: Sequence[str], num_layers: int) -> dict[str, Any]:
-    """Return how many linears are quantised, how many stay high by reason, and the fractions that come to no block.
+    """Return how many linears are quantized, how many stay unquantized by reason, and the fractions that come to no block.
 
     `coverage`: the counts in linears and blocks, with the recipe's shortfall on this model; None without casts.
     """
@@ -108,7 +108,7 @@ def _slot(cast: CastConfig, compute_dtype: str, decision: Decision) -> dict[str,
 
 
 def precision_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return `precision_facts` as lines for a terminal, each a name and a text."""
+    """Return the rows (label, text) that show `precision_facts` in a terminal."""
     dtypes = f"computing in {facts['compute_dtype']}, master weights {facts['master_dtype']}"
     if "update" in facts:
         dtypes += f" (rounding {facts['update']['rounding']})"

@@ -220,12 +220,12 @@ NOT_TO_ALLOW: tuple[Rule, ...] = (
 
 
 def rule_name(rule: Rule) -> str:
-    """Return the name of a rule, as in `allow`."""
+    """Return the name of a rule, as used in the key `precision.allow`."""
     return rule.__name__.lstrip("_")
 
 
 def lint(recipe: PrecisionConfig) -> list[Problem]:
-    """Return each known-bad combination that `recipe` does not allow, and unneeded or forbidden names in its `allow`.
+    """Return the problems of `recipe`: known-bad combinations that it does not allow, and wrong names in `allow`.
 
     All sets of casts are checked: the recipe's own, those of `modules.casts`, and the phases'.
     """
@@ -252,7 +252,7 @@ def _way_round(rule: Rule) -> str:
 
 
 def still_broken(recipe: PrecisionConfig, allowed: Iterable[str]) -> tuple[str, ...] | None:
-    """Return the `allowed` rules that `recipe` breaks; None if it breaks none, as in the key `allow`."""
+    """Return those of the `allowed` rule names that `recipe` breaks; None if it breaks none of them."""
     sets = recipe.cast_sets().values()
     broken = {rule_name(rule) for rule in RULES for casts in sets if any(True for _ in rule(recipe, casts))}
     return tuple(name for name in allowed if name in broken) or None

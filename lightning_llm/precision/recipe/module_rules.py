@@ -1,4 +1,4 @@
-"""Linear layers that a recipe quantises, their casts, their share of a model. By name alone: no torch, no model.
+"""Linear layers that a recipe quantizes, their casts, their share of a model. By name alone: no torch, no model.
 
 In this order: a layer outside the blocks stays high; so does one in the first or last blocks that `modules` keeps high,
 one that `exclude` matches, and one that `include` does not. Every other layer has the casts of the first rule in
@@ -25,7 +25,7 @@ _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
 
 def blocks_of(count: int | None, fraction: float | None, num_layers: int) -> int:
-    """Return how many of `num_layers` blocks a count or a fraction is: a fraction to the nearest, halves up."""
+    """Return a number of blocks that is given as a `count`, or as a `fraction` of `num_layers` (half rounds up)."""
     if fraction is None:
         return count or 0
     return math.floor(Fraction(str(fraction)) * num_layers + Fraction(1, 2))
@@ -34,7 +34,7 @@ def blocks_of(count: int | None, fraction: float | None, num_layers: int) -> int
 def reasons_to_stay_unquantized(
     names: Iterable[str], recipe: PrecisionConfig, num_layers: int
 ) -> dict[str, str | None]:
-    """Return why each linear of `names` stays unquantized; None if it is quantized in any phase.
+    """Return {name: why this linear stays unquantized, None if it is quantized in any phase}.
 
     `num_layers`: blocks of the whole model, since first and last count by global index.
     """
@@ -102,12 +102,12 @@ def _key_of_end(end: str, count: int | None, fraction: float | None, blocks: int
 
 
 def fractions_of_no_block(rules: ModuleRules, num_layers: int) -> list[str]:
-    """Return as text the fractions above 0 that round to no block, because the model has so few."""
+    """Return text for each fraction of blocks above 0 that rounds to no block, because the model has so few."""
     return [_key_of_end(*end, num_layers) for end in _ends(rules, num_layers) if end[2] and not end[3]]
 
 
 def rule_of(name: str, rules: ModuleRules, num_layers: int) -> int | None:
-    """Return the number of the first rule of `modules.casts` that fits the linear called `name`; None: none does."""
+    """Return the index of the first rule of `modules.casts` that matches the linear `name`; None if none does."""
     fitting = (number for number, rule in enumerate(rules.casts or ()) if _fits(name, rule, num_layers))
     return next(fitting, None)
 
@@ -124,7 +124,7 @@ def _fits(name: str, rule: CastRule, num_layers: int) -> bool:
 
 
 def layers_of_casts(names: Iterable[str], recipe: PrecisionConfig, num_layers: int) -> dict[str, list[str]]:
-    """Return the quantised linears among `names` that each set of `recipe.cast_sets()` is for, by the same keys."""
+    """Return {key of `recipe.cast_sets()`: quantized linears among `names` that use this set of casts}."""
     quantized = [name for name, why in reasons_to_stay_unquantized(names, recipe, num_layers).items() if why is None]
     found: dict[str, list[str]] = {key: [] for key in recipe.cast_sets()}
     parts = {"": recipe, **{f"phases.{number}": phase for number, phase in enumerate(_phases(recipe))}}
@@ -138,9 +138,9 @@ def layers_of_casts(names: Iterable[str], recipe: PrecisionConfig, num_layers: i
 
 
 def rule_in_effect(name: str, recipe: PrecisionConfig, num_layers: int) -> int | None:
-    """Return the number of the rule that a quantized linear follows outside of the recipe's phases.
+    """Return the index of the rule of `modules.casts` that the linear `name` follows outside of phases.
 
-    None: the recipe's own casts. `UNQUANTIZED_RULE`: `modules` keeps it unquantized until a phase begins.
+    None: it has the recipe's own casts. `UNQUANTIZED_RULE`: `modules` keeps it unquantized until a phase begins.
     """
     if _kept_by_modules(name, recipe.modules, num_layers) is not None:
         return UNQUANTIZED_RULE
@@ -148,7 +148,7 @@ def rule_in_effect(name: str, recipe: PrecisionConfig, num_layers: int) -> int |
 
 
 def nothing_converted(recipe: PrecisionConfig, reasons: Mapping[str, str | None]) -> list[Problem]:
-    """Return a problem if the recipe has casts but quantizes no linear of `reasons_to_stay_unquantized`."""
+    """Return a problem if `recipe` has casts but quantizes no linear, by `reasons` (`reasons_to_stay_unquantized`)."""
     if not recipe.quantizes or None in reasons.values():
         return []
     if not reasons:
@@ -194,14 +194,14 @@ def _globs_of_nothing(rules: ModuleRules, names: Sequence[str]) -> Iterator[tupl
 
 
 def other_modules(recipe: PrecisionConfig, names: Iterable[str]) -> list[Problem]:
-    """Return the problems of globs that match norms or attention, and no linear of `names`."""
+    """Return a problem for each glob that matches norms or attention modules, but no linear of `names`."""
     known = list(names)
     found = ((key, glob, _what_it_names(glob, known)) for key, glob in _globs_of_nothing(recipe.modules, known))
     return [Problem(key, f"has '{glob}', which matches no linear layer.{why}") for key, glob, why in found if why]
 
 
 def unmatched(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) -> list[Problem]:
-    """Return the problems of globs that match none of the model's linears, and of cast rules that no layer follows."""
+    """Return a problem for each glob that matches no linear of `names`, and each cast rule that none follows."""
     known = list(names)
     if not recipe.quantizes:
         return []
@@ -221,7 +221,7 @@ def unmatched(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) ->
 
 
 def idle_rules(recipe: PrecisionConfig, names: Sequence[str], num_layers: int) -> dict[int, str]:
-    """Return {number: reason} of the rules of `modules.casts` that apply to no linear of `names`."""
+    """Return {index: reason} for the rules of `modules.casts` that apply to no linear of `names`."""
     rules, found = recipe.modules, {}
     for number, rule in enumerate(rules.casts or ()):
         why: dict[str, None] = {}
@@ -237,7 +237,7 @@ def idle_rules(recipe: PrecisionConfig, names: Sequence[str], num_layers: int) -
 
 
 def without_idle_rules(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) -> PrecisionConfig:
-    """Return the recipe less the rules of `modules.casts` that no linear of `names` follows; the others stay whole."""
+    """Return `recipe` without the rules of `modules.casts` that apply to no linear of `names`."""
     idle = idle_rules(recipe, list(names), num_layers)
     kept = tuple(rule for number, rule in enumerate(recipe.modules.casts or ()) if number not in idle)
     return recipe.model_copy(update={"modules": recipe.modules.model_copy(update={"casts": kept or None})})
@@ -278,7 +278,7 @@ class Coverage:
 
 
 def coverage(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) -> Coverage | None:
-    """Return how many of the linear layers `names`, and of the blocks, `recipe` quantizes; None without casts."""
+    """Return the counts of linears `names` and of blocks that `recipe` quantizes; None for a recipe without casts."""
     if not recipe.quantizes:
         return None
     reasons = reasons_to_stay_unquantized(names, recipe, num_layers)
