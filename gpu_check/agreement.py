@@ -45,7 +45,7 @@ in fp32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). An H200 gave 1.4e-4."""
 
 
 def items(call: Call) -> list[Item]:
-    """Return items: the library, native recipes, ranks' parts, recipes that this GPU lacks, compiled casts."""
+    """Return the items: the library, native recipes, parts on ranks, recipes not for this GPU, compiled casts."""
     here = setting.here()
     native = [recipe for recipe, _ in native_recipes().values()]
     quantizing = [recipe for recipe in recipes().values() if recipe.quantizes]
@@ -68,7 +68,7 @@ def items(call: Call) -> list[Item]:
 
 
 def agreed(recipe: PrecisionConfig) -> Iterator[Row]:
-    """Yield a native recipe's codes and scales, its products, its history if it has one, and its exactness."""
+    """Yield the rows of a native recipe: codes and scales, products, history of delayed scales, errors against fp32."""
     yield from guarded(f"{recipe.name}: start-up check", start_up_check, recipe)
     yield from guarded(f"{recipe.name}: operands", operands, recipe)
     yield from guarded(f"{recipe.name}: products", products, recipe)
@@ -78,7 +78,10 @@ def agreed(recipe: PrecisionConfig) -> Iterator[Row]:
 
 
 def start_up_check(recipe: PrecisionConfig) -> Iterator[Row]:
-    """Yield the checks made at the start of a run, without biases and with: there, another kernel casts and sums dY."""
+    """Yield the check made at the start of a run, without and with biases.
+
+    With biases another kernel casts and sums dY.
+    """
     for bias in (False, True):
         what = f"{recipe.name}: start-up check{' with biases' if bias else ''}"
         try:
@@ -90,7 +93,7 @@ def start_up_check(recipe: PrecisionConfig) -> Iterator[Row]:
 
 
 def tensors() -> dict[str, Tensor]:
-    """Return x [M, K], w [N, K] and dy [M, N] in bf16, with rows of very different size, outliers and zeros."""
+    """Return inputs in bf16, {"x" [M, K], "w" [N, K], "dy" [M, N]}: rows of very different size, outliers, zeros."""
     device = setting.DEVICE
     generator = torch.Generator(device).manual_seed(0)
     made = {}
@@ -129,7 +132,7 @@ def operands(recipe: PrecisionConfig) -> Iterator[Row]:
 
 
 def compare(what: str, theirs: StoredCodes, ours: StoredCodes) -> Iterator[Row]:
-    """Yield the shares of codes and scales that are equal."""
+    """Yield the percentage of native codes, and of scales, that equal the emulated ones."""
     for kind, one, other in zip(("codes", "scales"), theirs, ours, strict=True):
         if one.shape != other.shape:
             yield Row(f"{what}: {kind}", None, "", "off", f"native has {tuple(one.shape)}, ours {tuple(other.shape)}")
@@ -139,7 +142,7 @@ def compare(what: str, theirs: StoredCodes, ours: StoredCodes) -> Iterator[Row]:
 
 
 def settled(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, dx and dw of a second pass, in which delayed scales, initially 1, use the amaxes of the first."""
+    """Return (y, dx, dw) of a second pass, in which delayed scales come from the amaxes of the first pass."""
     given = tensors()
     x = given["x"].requires_grad_()
     for turn in range(2):
@@ -212,7 +215,7 @@ def fallback(recipe: PrecisionConfig) -> Iterator[Row]:
 
 
 def compiled_casts(recipe: PrecisionConfig) -> Iterator[Row]:
-    """Yield the share of numbers that compiled casts compute bitwise as eager ones: scales, and codes times scales."""
+    """Yield the percentage of scales, and of codes times scales, that compiled casts compute bitwise as eager ones."""
     if problem := inductor.why_not(torch.device(setting.DEVICE).type):
         yield missing(f"{recipe.name}: compiled casts", problem)
         return

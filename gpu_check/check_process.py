@@ -135,7 +135,7 @@ def end_with_caller() -> None:
 
 
 def main(argument: str) -> int:
-    """Measure the requested check."""
+    """Measure the check requested by the JSON `argument`; return 0, or SPOILT_CODE if the device became unusable."""
     end_with_caller()
     asked: dict[str, Any] = json.loads(argument)
     check, name = Check(**asked["check"]), asked["name"]

@@ -11,8 +11,10 @@ TOTAL_SECONDS = 645.0
 
 
 class Check(NamedTuple):
-    """`title`; `module`: its `items(call)` are measured; `share` of the time, in seconds of a whole call; `needs`:
-    required modules."""
+    """One check. `module`: its function `items(call)` returns what is measured.
+
+    `share`: its seconds of a whole call. `needs`: modules that it imports.
+    """
 
     title: str
     module: str
@@ -47,7 +49,11 @@ def seconds_for(name: str, names: list[str], left: float) -> float:
 
 @dataclass(frozen=True)
 class Call:
-    """Existing rows, including those of other checks; the check's time; a folder that is deleted after the check."""
+    """Inputs of a check.
+
+    `journal`: existing rows, including those of other checks. `clock`: the time left for the check. `scratch`: a folder
+    that is deleted after the check.
+    """
 
     journal: Journal
     clock: Clock
@@ -63,7 +69,7 @@ MFU_PERCENT, NATIVE_RATIO = 55.0, 1.3
 
 
 class Target(NamedTuple):
-    """A target number, the check that measures it, and the prefix of its rows."""
+    """A required number: `check` measures it, in rows that begin with `rows`; it must be `at_least` so many `unit`."""
 
     title: str
     check: str
@@ -79,7 +85,7 @@ TARGETS = (
 
 
 def closing(journal: Journal, checks: tuple[str, ...]) -> list[str]:
-    """Return a line for each target, and one about the remaining work."""
+    """Return the last lines of a call: the machine, a line for each target, the number of rows, remaining work."""
     lines = [f"{journal.machine.device}, driver {journal.machine.driver}, torch {journal.machine.torch}, "
              f"Transformer Engine {journal.machine.transformer_engine or 'not installed'}"]  # fmt: skip
     lines += [_line(target, journal) for target in TARGETS]

@@ -33,7 +33,7 @@ ASKS: dict[Kind, str] = {
 
 
 def admitted() -> Iterator[Row]:
-    """Yield the library's version and the recipes that it supports."""
+    """Yield rows on Transformer Engine: its version, the recipes that it supports, and bf16 products against fp32."""
     here = setting.here()
     if here.library_problem is not None:
         yield missing("Transformer Engine", here.library_problem)
@@ -44,7 +44,7 @@ def admitted() -> Iterator[Row]:
 
 
 def admits() -> Iterator[Row]:
-    """Yield whether the library's own checks agree with ours.
+    """Yield a row per kind of native recipe: whether Transformer Engine and `device_problems` agree that it runs here.
 
     Theirs depend only on the kind of recipe; ours also on NVFP4's rotation and stochastic rounding, excluded here.
     """
@@ -61,7 +61,7 @@ def admits() -> Iterator[Row]:
 
 
 def layer_of(recipe: PrecisionConfig, inputs: int, outputs: int) -> Any:
-    """Return a linear of a block, with fp32 masters, as `recipe` runs natively on this machine."""
+    """Return a linear layer with fp32 master weights, quantized by `recipe` as on this machine."""
     from lightning_llm.model.linear import Linear
     from lightning_llm.precision.linear.swap import swap_linears
 
@@ -115,13 +115,13 @@ Work = Callable[[], None]
 
 
 class Baseline:
-    """Compiled bf16's pass of each layer, created on first use; recipes are timed in alternation with it."""
+    """Compiled bf16 layers that recipes are timed against, in alternation; created on first use."""
 
     def __init__(self) -> None:
         self._made: dict[str, Work] = {}
 
     def work(self, shape: str) -> Work:
-        """Return one forward and backward pass of the layer named `shape`."""
+        """Return a function that runs one forward and backward pass of the layer named `shape`."""
         if shape not in self._made:
             inputs, outputs = LAYERS[shape]
             layer = layer_of(recipes()["bf16"], inputs, outputs)
@@ -153,7 +153,7 @@ def emulated_rows(recipe: PrecisionConfig, baseline: Baseline) -> Iterator[Row]:
 
 
 def times(recipe: PrecisionConfig, shape: str, baseline: Baseline) -> dict[str, float]:
-    """Return the milliseconds of bf16 and of the recipe, timed in alternation."""
+    """Return {"bf16" or recipe name: milliseconds} of a pass of layer `shape`, timed in alternation."""
     inputs, outputs = LAYERS[shape]
     layer = layer_of(recipe, inputs, outputs)
     return milliseconds({"bf16": baseline.work(shape), recipe.name: step_of(layer, layer, inputs, outputs)})

@@ -24,7 +24,7 @@ DRIVER = "/proc/driver/nvidia/version"
 
 @dataclass(frozen=True)
 class Machine:
-    """Identity of the device and versions that rows depend on; rows of other machines or versions are not used."""
+    """Device and versions that rows depend on. Rows of another machine or version are ignored."""
 
     device: str
     driver: str
@@ -33,7 +33,7 @@ class Machine:
 
     @property
     def file_part(self) -> str:
-        """The device's name for file names."""
+        """The device's name as part of a file name, e.g. "nvidia-h100-80gb-hbm3"."""
         return "-".join(self.device.lower().split())
 
 
@@ -59,7 +59,7 @@ def machine_here(environment: dict[str, str]) -> Machine | str:
 
 
 def probe() -> dict[str, str | None]:
-    """Return the fields of `Machine` from torch, or a `problem`."""
+    """Return the fields of `Machine`, as seen by torch, or {"problem": reason}."""
     import torch
 
     if not torch.cuda.is_available():

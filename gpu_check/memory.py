@@ -27,7 +27,10 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def items(call: Call) -> list[Item]:
-    """Return an item per case. Runs are parallel, because bytes do not depend on time; sequential on a small device."""
+    """Return an item per case of `CASES`.
+
+    Runs are parallel, because bytes do not depend on time; sequential on a small device.
+    """
     runs = {name: (_folder(name), overrides(name, call)) for name in CASES}
     groups = [[name] for name in CASES] if setting.is_small_device() else [list(CASES)]
     found = []

@@ -139,7 +139,7 @@ def _products(
 
 
 def main(recipe: str, backend: str, rank: str, file: str) -> None:
-    """Run one rank, and print the findings on rank 0."""
+    """Run one of two ranks; rank 0 prints the findings as JSON."""
     number = int(rank)
     device = torch.device(setting.DEVICE, number if backend == "nccl" else 0)
     if device.type == "cuda":

@@ -47,7 +47,7 @@ SPILLED = re.compile(r"(?P<bytes>\d+) bytes spill stores")
 
 
 class Kernel(NamedTuple):
-    """One kernel for one capability, with the block sizes that spill least, then use the fewest registers."""
+    """A kernel compiled for one `capability`, with the block sizes that spill least, then use the fewest registers."""
 
     name: str
     capability: int
@@ -60,7 +60,7 @@ class Kernel(NamedTuple):
 
 
 def cast_stages(cast: CastConfig, axis: int) -> tuple[Callable[..., Any], list[Tensor]]:
-    """Return the whole cast as one function, and its arguments; call it with fake tensors."""
+    """Return (function that computes a whole cast, its arguments). Call it under a fake tensor mode."""
     x = torch.empty(SIZE, SIZE, dtype=torch.bfloat16, device="cuda")
     key = torch.empty((), dtype=torch.int64, device="cuda")
     delayed = torch.empty((), device="cuda")
@@ -94,7 +94,7 @@ class _Indexing(TorchFunctionMode):
 
 
 def triton_of(cast: CastConfig, axis: int, capability: int) -> list[str]:
-    """Return the source of each kernel that Inductor generates for a cast on a GPU of that capability."""
+    """Return the Triton source of each kernel that Inductor generates for `cast` on a GPU of `capability` (e.g. 90)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -105,7 +105,7 @@ def triton_of(cast: CastConfig, axis: int, capability: int) -> list[str]:
 
 
 def triton_of_loss(capability: int) -> list[str]:
-    """Return the same for the compiled loss, forward and backward, of bf16 logits.
+    """Return the Triton source of each kernel of the compiled loss of bf16 logits, forward and backward.
 
     The graphs come from tensors on the CPU: autograd needs a device that this build of torch has.
     """
@@ -171,7 +171,7 @@ def _kernels(function: Callable[..., Any], given: list[Tensor], mode: Any, optio
 
 
 def compiled(source: str, capability: int, folder: Path) -> Kernel:
-    """Return the kernel of that source, compiled for every choice of blocks that Inductor would try on the device."""
+    """Compile Triton `source` for all block sizes that Inductor would try; return the best choice as `Kernel`."""
     from torch._inductor import config
 
     # Kernels for Inductor's launcher are not Triton kernels and have no assembly.

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def words(folder: Path, name: str, sequences: int, length: int, steps: int, *more: str) -> list[str]:
-    """Return the overrides of one run, which trains on bytes of Python's own files and writes only its folder."""
+    """Return the overrides of a run that trains on bytes of Python's own files and writes only into `folder`."""
     return [
         "data=python", "data.tokenizer.kind=bytes", f"data.sequence_length={length}",
         f"data.micro_batch_size={sequences}", f"data.global_batch_size={sequences}", f"trainer.max_steps={steps}",
@@ -28,7 +28,7 @@ def words(folder: Path, name: str, sequences: int, length: int, steps: int, *mor
 
 
 class Run:
-    """One started run."""
+    """A run of `lightning-llm train` in a process, started by the constructor."""
 
     def __init__(self, folder: Path, overrides: list[str]):
         self.folder = folder
@@ -39,7 +39,7 @@ class Run:
             self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
 
     def finish(self, clock: Clock, steps: int | None = None) -> None:
-        """Wait for its end, or until `steps` are made: it is then ended before it writes its checkpoint.
+        """Wait for the end of the run. With `steps`, kill it after that many steps, before it writes its checkpoint.
 
         Raises:
             RunError: it failed.
@@ -63,11 +63,11 @@ class Run:
         self._process.wait()
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the records of its steps."""
+        """Return the metrics of each step so far, from metrics.jsonl."""
         return [record for record in self._lines() if "loss" in record]
 
     def timed(self) -> list[dict[str, Any]]:
-        """Return the records of the steps after the warm-up."""
+        """Return the metrics of the steps after the timing warm-up."""
         return [record for record in self.records() if not record.get("timing_warmup")]
 
     def summary(self) -> dict[str, Any]:
@@ -89,9 +89,9 @@ class RunError(Exception):
 
 
 class SideBySide:
-    """Runs of a check, all started when the first one is requested, because start-up takes most of their time.
+    """Runs of a check that are all started when the first one is requested, because start-up takes most of their time.
 
-    Only runs with missing rows, and those that other runs depend on.
+    Only runs with missing rows, and those in `needed`, are started.
     """
 
     def __init__(self, call: Call, check: str, runs: dict[str, tuple[str, list[str]]], needed: tuple[str, ...] = ()):
@@ -114,7 +114,7 @@ class SideBySide:
 
 
 def printed(*verb: str) -> dict[str, Any]:
-    """Return the output of a verb of `lightning-llm` with --json.
+    """Run a verb of `lightning-llm` with --json in this process and return its output as data.
 
     Raises:
         RunError: its exit code is not 0.

@@ -40,12 +40,12 @@ def is_small_device() -> bool:
 
 
 def here() -> Capability:
-    """Return the native formats and kernels of this machine."""
+    """Return the capability of this machine: GPU, CUDA and Transformer Engine."""
     return capability_here("cuda")
 
 
 def native_recipes() -> dict[str, tuple[PrecisionConfig, Decision]]:
-    """Return the quantizing recipes that run natively on this machine, with the decision."""
+    """Return {name: (recipe, decision)} of the shipped recipes that quantize and run natively on this machine."""
     made = {name: (recipe, decide(recipe, here())) for name, recipe in recipes().items() if recipe.quantizes}
     return {name: (recipe, decision) for name, (recipe, decision) in made.items() if decision.runs == "native"}
 

@@ -56,7 +56,10 @@ def items(call: Call) -> list[Item]:
 
 
 def sequences() -> int:
-    """Return the sequences of a step, one micro-batch; limited, because a hand-written loop keeps all logits."""
+    """Return the sequences of a step, which is one micro-batch.
+
+    Limited, because a hand-written loop keeps all logits.
+    """
     return 4 if setting.is_small_device() else 8
 
 
@@ -100,7 +103,7 @@ def loop_rate(recipe: PrecisionConfig) -> float:
 
 
 def in_a_loop(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
-    """Yield the rows of `loop_rate`; for recipes other than bf16 also bf16's time over theirs."""
+    """Yield tokens/s of our model in a loop; for recipes other than bf16 also bf16's time over theirs."""
     rate = loop_rate(recipe)
     if not recipe.quantizes:
         yield from rate_rows(LOOP_RATE, "our model in a loop", rate, shape())
@@ -146,17 +149,17 @@ def rate_rows(what: str, whose: str, rate: float, note: str) -> Iterator[Row]:
 
 
 def shape() -> str:
-    """Return a description of a step."""
+    """Return text on the size of a step: sequences and tokens."""
     return f"{sequences()} x {LENGTH} tokens a step"
 
 
 def timed(step: Callable[[], None]) -> float:
-    """Return the seconds of a step."""
+    """Return the median seconds of one call of `step`, after a warm-up."""
     return milliseconds({"step": step}, repeats=3, rounds=3)["step"] * 1e-3
 
 
 def free_memory() -> None:
-    """Free a model's memory: compiled blocks are in reference cycles, and the compiler's caches keep them."""
+    """Free the memory of deleted models, which reference cycles and the compiler's caches keep."""
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -199,7 +202,10 @@ def our_step(
 
 
 class PlainLlama(nn.Module):
-    """Grouped attention, SwiGLU, RMSNorm, with the sizes of `config` but without its rope scaling."""
+    """Llama in plain torch, independent of this package: the baseline for `train`.
+
+    Grouped attention, SwiGLU and RMSNorm with the sizes of `config`, without its RoPE scaling.
+    """
 
     def __init__(self, config: ModelConfig, length: int, device: str):
         super().__init__()
@@ -230,7 +236,7 @@ class PlainLlama(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """Attention and feed-forward network, pre-norm."""
+    """Block of `PlainLlama`: attention and feed-forward network, each after a norm."""
 
     def __init__(self, config: ModelConfig, size: int):
         super().__init__()

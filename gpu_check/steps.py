@@ -37,7 +37,7 @@ MARK = re.compile(r"^(pytestmark =|@)\s*pytest\.mark\.gpu\b", re.MULTILINE)
 
 
 def items(call: Call) -> list[Item]:
-    """Return items: the tests, then each recipe's steps, starting with bf16's, the reference for the others."""
+    """Return the items: tests marked `gpu`, then training steps of each recipe, first bf16, the reference."""
     names = sorted(recipes(), key=lambda name: (name != "bf16", name))
     trained = [Item(name, 3, partial(one_recipe, recipes()[name], call.journal)) for name in names]
     return [Item("tests marked gpu", 10, partial(marked_tests, call.clock)), *trained]
@@ -85,7 +85,7 @@ def train(recipe: PrecisionConfig) -> float:
 
 
 def marked_files() -> list[Path]:
-    """Return the test files with tests marked `gpu`; others import packages that a GPU machine may lack."""
+    """Return the files with tests marked `gpu`. Other test files import packages that a GPU machine may lack."""
     return sorted(file for file in (ROOT / "tests").rglob("test_*.py") if MARK.search(file.read_text("utf-8")))
 
 

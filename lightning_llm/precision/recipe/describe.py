@@ -74,7 +74,7 @@ def precision_facts(
 
 
 def _layers(recipe: PrecisionConfig, names: Sequence[str], num_layers: int) -> dict[str, Any]:
-    """Return how many linears are quantized, how many stay unquantized by reason, and the fractions that come to no block.
+    """Return how many linears are quantized and not (by reason), and the fractions of blocks that round to none.
 
     `coverage`: the counts in linears and blocks, with the recipe's shortfall on this model; None without casts.
     """
