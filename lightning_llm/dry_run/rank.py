@@ -148,11 +148,11 @@ def _tell_micro_batches(quantization: Quantization, progress: Callable[[], None]
     """Call `progress` when a stage first begins a micro-batch, not when it recomputes it."""
     begin, begun = quantization.begin_micro_batch, set[tuple[int, int]]()
 
-    def begin_micro_batch(model: nn.Module, step: int, micro_batch: int) -> None:
+    def begin_micro_batch(model: nn.Module, step: int, micro_batch: int, at_once: Sequence[int] = ()) -> None:
         if (key := (id(model), micro_batch)) not in begun:
             begun.add(key)
             progress()
-        begin(model, step, micro_batch)
+        begin(model, step, micro_batch, at_once)
 
     quantization.begin_micro_batch = begin_micro_batch  # type: ignore[method-assign]
 

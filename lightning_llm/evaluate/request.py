@@ -335,7 +335,7 @@ def spread(config: Config, made: Config) -> tuple[Config, Degrees]:
     }
     whole = config.model_copy(update=changed)
     problems = [
-        *(problem for axis in AXES.values() for problem in axis.layout_problems(whole, degrees, fits=True)),
+        *(problem for axis in AXES.every().values() for problem in axis.layout_problems(whole, degrees, fits=True)),
         *sharding_problems(whole, degrees),
     ]
     if problems:

@@ -16,6 +16,7 @@ from lightning_llm.config.config_hash import below, flatten, is_data_path, is_ob
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.golden.curve import Curve, Noise
+from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import Plan
 
@@ -90,7 +91,8 @@ def layout_keys(plan: Plan) -> dict[str, Any]:
     flat = flatten(plan.config.model_dump())
     kept = {key: value for key, value in flat.items() if below(key, LAYOUT_KEYS) and not below(key, FREE)}
     kept |= {f"parallel.{axis}": degree for axis, degree in plan.degrees.by_axis.items()}
-    places = ("trainer.devices", "world")
+    alone = (f"parallel.{axis}" for axis in AXES.folded if plan.degrees.ranks(axis) == 1)
+    places = ("trainer.devices", "world", *alone)
     return _plain({key: value for key, value in kept.items() if value is not None and key not in places})
 
 

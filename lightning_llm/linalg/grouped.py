@@ -124,18 +124,25 @@ class GroupedLinear(CastOnUse):
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
         self.weight = nn.Parameter(torch.empty(groups * out_features, in_features))
 
-    def forward(self, x: Tensor, groups: Groups, first: int = 0) -> Tensor:
+    def forward(
+        self, x: Tensor, groups: Groups, first: int = 0, weight: Tensor | None = None, sender: int = 0
+    ) -> Tensor:
         """Return `[M, N]` in the dtype of `x` `[M, K]`, rows sorted by expert as `groups` divides them.
 
-        `first`: number of the first expert on this rank, for subclasses.
+        `first`: number of the first expert on this rank, and `sender`: whose micro-batch the rows are from, for
+        subclasses. `weight`: this rank's part of the weight; None: that of the parameter.
         """
-        weight = local(self.weight)
+        weight = local(self.weight) if weight is None else weight
         if self.rounds_wgrad:
             weight = weight.to(x.dtype)
         if self.rounds_wgrad and takes_grouped_mm(x, self.out_features):
             return grouped_mm(x, weight.view(-1, self.out_features, self.in_features), groups)
         y: Tensor = _ByGroup.apply(x, weight, groups)
         return y
+
+    def dtype_on_use(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which `forward` takes the weight for operands of `dtype`."""
+        return dtype if self.rounds_wgrad else self.weight.dtype
 
     def of_group(self, x: Tensor, group: int) -> Tensor:
         """Return `[M, N]` of `x` `[M, K]` by the weight of local expert `group` alone."""

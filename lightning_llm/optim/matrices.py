@@ -39,7 +39,8 @@ def on_one_rank(
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """`OnWhole` of a layout that shards nothing: call `function` on each matrix."""
     for parameter in parameters:
-        yield parameter, on_each(function, part_of(parameter), stacked(parameter))
+        part = part_of(parameter)
+        yield parameter, on_each(function, part, stacked(parameter) * len(part) // len(parameter))  # whole experts
 
 
 def on_each(function: Callable[[Tensor], Tensor], matrices: Tensor, count: int) -> Tensor:

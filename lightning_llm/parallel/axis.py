@@ -45,7 +45,7 @@ class AxisOnRanks:
 def axes_on_ranks(layout: Layout) -> list[AxisOnRanks]:
     """Return the `AxisOnRanks` of every axis of `layout` with more than one rank, innermost first."""
     found = []
-    for name, axis in reversed(list(AXES.items())):
+    for name, axis in reversed(list(AXES.every().items())):
         if (group := layout.group(name)) is not None:
             module, _, kind = axis.on_ranks.partition(":")
             found.append(getattr(import_module(module), kind)(name, layout, group))

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.axis import AxisOnRanks, Reduction
+from lightning_llm.parallel.ep import is_ep_shard
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.tree import tree_all_reduce
 
@@ -23,4 +24,6 @@ class Replicas(AxisOnRanks):
     def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
         subtrees = self.layout.subtrees(self.name)
         summed = (partial(tree_all_reduce, group=self.group, subtrees=subtrees),) if self._sums else ()
-        return lambda parameter: summed
+        group = self.layout.expert_group(self.name)
+        of_experts = (partial(tree_all_reduce, group=group, subtrees=None),) if self._sums and group else ()
+        return lambda parameter: of_experts if is_ep_shard(parameter) else summed

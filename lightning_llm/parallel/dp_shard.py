@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.parallel.ep import DividedExperts, divided_experts
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.torch_private import flattened, fsdp_parameters, keeping_version, side_by_side
 from lightning_llm.parallel.tree import TreeReduceScatter
@@ -56,6 +57,10 @@ def shard_decoder(
     cast = MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     after_forward = layout.config.zero_stage == 3
     frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}  # whole, in fp32
+    for experts in divided_experts(model):  # in the master dtype: senders' gradients are summed before FSDP2 has them
+        whole: Any = layout.expert_mesh
+        of_experts = whole[("dp_replicate", "dp_shard")] if replicas else whole["dp_shard"]
+        fully_shard(experts, mesh=of_experts, mp_policy=kept, reshard_after_forward=after_forward)
     for block in model.blocks.values():
         ignored = frozen.intersection(block.parameters())
         fully_shard(
@@ -74,7 +79,8 @@ def shard_decoder(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if layout.tree:
-            scatters.append(TreeReduceScatter(layout.subtrees(*shard_axes())))
+            subtrees = None if isinstance(module, DividedExperts) else layout.subtrees(*shard_axes())
+            scatters.append(TreeReduceScatter(subtrees))
             own: Any = scatters[-1]
             module.set_custom_reduce_scatter(own)  # FSDP2 declares an abstract class, and calls these two methods
     return scatters

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_llm.linalg.local_part import local
+from lightning_llm.parallel.ep import is_ep_shard
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.tp import is_tp_shard
 
@@ -77,12 +78,15 @@ def _norms(shards: Sequence[Tensor]) -> list[Tensor]:
 def _is_counted(parameter: nn.Parameter, layout: Layout) -> bool:
     """Return whether this rank counts its part of `parameter` in a sum over ranks.
 
-    A parameter that all ranks of a tensor-parallel group hold whole is counted by the first of them only. The norm is
-    then the same on all ranks even if their copies differ.
+    A parameter that all ranks of a tensor-parallel group hold whole is counted by the first of them only, and so are
+    those of replicas that share experts. The norm is then the same on all ranks even if their copies differ.
     """
-    return layout.coordinates.tp == 0 or is_tp_shard(parameter)
+    if is_tp_shard(parameter) or is_ep_shard(parameter):
+        return True
+    return layout.coordinates.tp == 0 and ("ep" not in _sharing_groups(layout) or layout.group("ep").rank() == 0)
 
 
 def _sharing_groups(layout: Layout) -> list[str]:
     """Return the groups of ranks that hold parts of the same parameters."""
-    return ["width", *(["fsdp"] if layout.shards else [])]
+    replicas = layout.group("ep") is not None and layout.degrees.with_experts == "dp_replicate"
+    return ["width", *(["fsdp"] if layout.shards else []), *(["ep"] if replicas else [])]

@@ -23,6 +23,7 @@ from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.axis import AxisOnRanks, Reduction, Works, axes_on_ranks
 from lightning_llm.parallel.dp_shard import sharded_modules
+from lightning_llm.parallel.ep import close_sums, divided_experts
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.tree import TreeReduceScatter, TreeSum
 from lightning_llm.plan.memory.buffers import REPLICA_BUCKET_BYTES
@@ -166,6 +167,9 @@ class GradientSync:
         self.once = reduces_once(layout.config, layout.degrees)
         axes = axes_on_ranks(layout)
         multiple = math.prod(axis.multiple for axis in axes)
+        self._experts = divided_experts(model)
+        # Each sender's micro-batches follow one another in the tree, as those of a rank do.
+        self._sums_senders_apart = layout.tree and (layout.config.zero_stage < 2 or layout.degrees.dp_shard == 1)
         self._buckets = buckets_of(_backward_order(model), reductions_over_ranks(model, axes), multiple)
         self._reducing, self._waiting = BucketReductions(), deque[Bucket]()
         """Buckets that the step's last backward pass has not started to reduce yet."""
@@ -176,6 +180,7 @@ class GradientSync:
 
     def before_backward(self, micro_batch: int, last: bool) -> None:
         """Prepare the backward pass of this rank's micro-batch `micro_batch`, from 0, in order; `last`: of the step."""
+        close_sums(self._experts, last or not self._sums_senders_apart)
         if last:
             self._waiting = deque(bucket for bucket in self._buckets if bucket.reductions)
             for bucket in self._waiting:

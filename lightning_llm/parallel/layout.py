@@ -40,6 +40,8 @@ class Layout:
     mesh: DeviceMesh | None = None
     shared_mesh: DeviceMesh | None = None
     """With context parallelism: one axis of all ranks over which FSDP2 shards."""
+    expert_mesh: DeviceMesh | None = None
+    """With expert parallelism: the ranks by "dp_replicate", "dp_shard" and "ep" of experts (`Degrees.of_experts`)."""
     left_out: tuple[str, ...] = ()
     """Data-parallel axes over which the training algorithm does not sum gradients (`AlgorithmConfig.summed_axes`)."""
     machines: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
@@ -67,7 +69,8 @@ class Layout:
         sharing = tuple(axis for axis in shard_axes() if axis in axes)
         shared = flattened(mesh, sharing, "fsdp") if len(sharing) > 1 else None
         machines = _machines(config, degrees, device, ranks_per_node or degrees.world)
-        layout = cls(config, degrees, dist.get_rank(), mesh, shared, machines=machines)
+        experts = _expert_mesh(degrees, device) if degrees.ranks("ep") > 1 else None
+        layout = cls(config, degrees, dist.get_rank(), mesh, shared, experts, machines=machines)
         for group in layout.own_groups():  # groups of a mesh have the backend's default timeout, not the world's
             set_timeout(group, config.timeout_seconds)
         return layout
@@ -125,8 +128,10 @@ class Layout:
         """Return the process group of `axis`, None if it is one rank.
 
         `axis`: an axis of the mesh, or "dp" (ranks that train on different data), "fsdp" (ranks that shard parameters),
-        "sequence", "width" or "layers" (ranks that divide these), or "world".
+        "sequence", "width" or "layers" (ranks that divide these), "ep", or "world".
         """
+        if axis == "ep":
+            return None if self.expert_mesh is None else self.expert_mesh.get_group("ep")
         if axis == "world":
             return None if self.mesh is None or self.degrees.world == 1 else dist.group.WORLD
         if axis == "fsdp" and self.shared_mesh is not None:
@@ -136,6 +141,12 @@ class Layout:
         if self.mesh is None or not several:
             return None
         return self.mesh.get_group(several[0] if len(several) == 1 else axis)
+
+    def expert_group(self, axis: str) -> dist.ProcessGroup | None:
+        """Return the group of ranks with the same experts over `axis`, "dp_replicate" or "dp_shard"; None for one."""
+        if self.expert_mesh is None:
+            return self.group(axis)
+        return self.expert_mesh.get_group(axis) if self.degrees.of_experts.ranks(axis) > 1 else None
 
     def joint_group(self, *axes: str) -> dist.ProcessGroup | None:
         """Return the group over all of `axes` of the mesh together, None if it is one rank.
@@ -189,13 +200,29 @@ class Layout:
         groups = {id(group): group for name in names if (group := self.group(name)) is not None}
         groups |= {id(group): group for group in map(self.mesh.get_group, self.mesh.mesh_dim_names or ())}
         groups |= {id(group): group for group in self.made_later.values()}
-        for each in self.machines.values():
+        for each in (*self.machines.values(), *([] if self.expert_mesh is None else [self.expert_mesh])):
             groups |= {id(group): group for group in map(each.get_group, each.mesh_dim_names or ())}
         return [group for group in groups.values() if group is not dist.group.WORLD]
 
     def micro_batches(self, count: int) -> list[int]:
         """Return the global indices of the `count` micro-batches that this rank computes in a step."""
         return micro_batches_of(self.degrees, self.config.zero_stage, self.rank, count)
+
+    @property
+    def sending_ranks(self) -> list[int]:
+        """Ranks that send rows to the experts here, in order; none without expert parallelism."""
+        group = self.group("ep")
+        return [] if group is None else dist.get_process_group_ranks(group)
+
+    @property
+    def sending_dp_ranks(self) -> list[int]:
+        """Data-parallel ranks (`dp_rank`) of `sending_ranks`."""
+        return [self.degrees.number(rank, *AXES.cutting("data")) for rank in self.sending_ranks]
+
+    def micro_batches_at_once(self, count: int) -> list[list[int]]:
+        """Return for each of a rank's `count` micro-batches those of `sending_ranks` at the same time."""
+        each = [micro_batches_of(self.degrees, self.config.zero_stage, rank, count) for rank in self.sending_ranks]
+        return [list(at_once) for at_once in zip(*each, strict=True)] if each else [[]] * count
 
     def gather_micro_batches(self, values: Tensor) -> Tensor:
         """Return [dp * n] in the order of global micro-batches, on every rank, from this rank's `values` [n]."""
@@ -247,6 +274,17 @@ def _machines(
         sizes = {name: size for name, size in sizes.items() if size > 1}
         meshes[axes] = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return meshes
+
+
+def _expert_mesh(degrees: Degrees, device: torch.device) -> DeviceMesh:
+    """Return the mesh of `Layout.expert_mesh`, over all ranks in order: "ep" is the inner part of the folded axis."""
+    held, folded, sizes = degrees.of_experts, degrees.with_experts, dict[str, int]()
+    for axis in AXES:
+        if axis in ("dp_replicate", folded) or degrees.ranks(axis) > 1:
+            sizes[axis] = held.ranks(axis)
+        if axis == folded:
+            sizes |= {"dp_shard": held.dp_shard, "ep": degrees.ranks("ep")}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 @functools.cache

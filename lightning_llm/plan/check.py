@@ -99,7 +99,7 @@ def _layout_rules(derived: DerivedConfig) -> list[Rule]:
     config = derived.config
     return [
         lambda: fit_problems(derived.fitted),
-        *[partial(_axis_problems, axis, derived) for axis in AXES.values()],
+        *[partial(_axis_problems, axis, derived) for axis in AXES.every().values()],
         lambda: checkpointing_problems(config.parallel, config.model.num_layers),
         lambda: _shard_problems(config, derived.likely_degrees),
         lambda: _update_problems(config, derived.likely_degrees),

@@ -17,12 +17,15 @@ class PerAxis:
     """Value of an axis that is not given."""
 
     def __init__(self, **numbers: int):
-        if unknown := numbers.keys() - AXES.keys():
-            raise TypeError(f"unknown mesh axis {', '.join(sorted(unknown))}. Known axes: {', '.join(AXES)}")
+        if unknown := numbers.keys() - AXES.every().keys():
+            raise TypeError(f"unknown mesh axis {', '.join(sorted(unknown))}. Known axes: {', '.join(AXES.every())}")
         self.__dict__["by_axis"] = by_axis = {axis: numbers.get(axis, self.default) for axis in AXES}
-        self.__dict__.update(by_axis)
+        self.__dict__["folded"] = folded = {axis: numbers.get(axis, self.default) for axis in AXES.folded}
+        self.__dict__.update(by_axis, **folded)
 
     by_axis: dict[str, int]
+    folded: dict[str, int]
+    """The number per axis that divides ranks of others (`MeshAxis.folds`)."""
 
     if TYPE_CHECKING:
 
@@ -32,13 +35,16 @@ class PerAxis:
         raise AttributeError(f"{type(self).__name__} are immutable")
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self.by_axis == other.by_axis
+        if type(other) is not type(self):
+            return False
+        return (self.by_axis, self.folded) == (other.by_axis, other.folded)
 
     def __hash__(self) -> int:
-        return hash(tuple(self.by_axis.values()))
+        return hash((*self.by_axis.values(), *self.folded.values()))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{axis}={number}' for axis, number in self.by_axis.items())})"
+        numbers = self.by_axis | {axis: number for axis, number in self.folded.items() if number != self.default}
+        return f"{type(self).__name__}({', '.join(f'{axis}={number}' for axis, number in numbers.items())})"
 
 
 class Coordinates(PerAxis):
@@ -63,7 +69,22 @@ class Degrees(PerAxis):
 
     def ranks(self, *axes: str) -> int:
         """Return the size of a group over `axes`."""
-        return math.prod(self.by_axis[axis] for axis in axes)
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    @property
+    def with_experts(self) -> str:
+        """Axis whose ranks share experts: dp_shard, or dp_replicate if nothing is sharded."""
+        return "dp_shard" if self.by_axis["dp_shard"] > 1 else "dp_replicate"
+
+    @property
+    def edp(self) -> int:
+        """Ranks of `with_experts` that hold the same experts; also a name for their groups."""
+        return self.by_axis[self.with_experts] // self.ranks("ep")
+
+    @property
+    def of_experts(self) -> "Degrees":
+        """Degrees of the ranks that hold the same experts: without the `ep` ranks that hold different ones."""
+        return Degrees(**self.by_axis | {self.with_experts: self.edp})
 
     @property
     def dp(self) -> int:
@@ -111,6 +132,11 @@ class Degrees(PerAxis):
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the groups over `axes`: lists of ranks that differ only in their coordinates on `axes`."""
+        if axes in (("ep",), ("edp",)):
+            each, groups = self.ranks("ep"), self.groups(self.with_experts)
+            if axes == ("edp",):
+                return [group[start::each] for group in groups for start in range(each)]
+            return [group[start : start + each] for group in groups for start in range(0, len(group), each)]
         shared: dict[tuple[int, ...], list[int]] = {}
         for rank, coordinates in enumerate(product(*(range(degree) for degree in self.by_axis.values()))):
             others = tuple(
@@ -144,12 +170,13 @@ def resolve_degrees(config: ParallelConfig, world: int) -> Degrees:
         raise ConfigError(Problem(f"parallel.{open_axes[0]}", text))
     if world % known or (not open_axes and world != known):
         raise ConfigError(Problem(f"parallel={config.name}", _arithmetic(given, known, world, bool(open_axes))))
-    return Degrees(**{axis: world // known if degree is None else degree for axis, degree in given.items()})
+    folded = {axis: getattr(config, axis) or 1 for axis in AXES.folded}
+    return Degrees(**{axis: world // known if degree is None else degree for axis, degree in given.items()}, **folded)
 
 
 def given_degrees(config: ParallelConfig) -> Degrees:
     """Return the degrees of `config`, with 1 for null. Used in checks if the degrees do not fit the number of ranks."""
-    return Degrees(**{axis: getattr(config, axis) or 1 for axis in AXES})
+    return Degrees(**{axis: getattr(config, axis) or 1 for axis in AXES.every()})
 
 
 def _arithmetic(given: dict[str, int | None], known: int, world: int, has_rest: bool) -> str:
@@ -185,8 +212,10 @@ def bitwise_problem(degrees: Degrees, zero_stage: int, count: int) -> str | None
 
     A group's sum is a node of the tree if the micro-batches below it are a power of two, or all of them.
     """
-    replicas = degrees.ranks(*replica_axes())
+    replicas, ep = degrees.ranks(*replica_axes()), degrees.ranks(*AXES.folded)
     shards = degrees.dp // replicas
+    if not _is_power_of_two(ep) and count * degrees.dp > ep:
+        return f"ep={ep} is not a power of two"
     once = replicas if zero_stage >= 2 else degrees.dp  # groups that are reduced once per step
     below = count * degrees.dp // once
     if zero_stage >= 2 and not _is_power_of_two(shards) and count * replicas > 1:

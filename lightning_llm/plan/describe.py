@@ -34,6 +34,7 @@ def layout_facts(plan: Plan) -> dict[str, Any]:
         "name": parallel.name,
         "world": degrees.world,
         **degrees.by_axis,
+        **{axis: ranks for axis, ranks in degrees.folded.items() if ranks > 1},
         "zero_stage": parallel.zero_stage,
         "sequence_parallel": parallel.sequence_parallel and degrees.tp > 1,
         "ranks_per_node": ranks_per_node(config),
@@ -44,7 +45,7 @@ def layout_facts(plan: Plan) -> dict[str, Any]:
         "activation_checkpoint_layers": parallel.activation_checkpoint_layers,
         "compile": plan.compiled,
         "pipeline": pipeline_facts(plan) if degrees.pp > 1 else None,
-        "groups": {axis: _group_facts(degrees, axis) for axis in AXES if getattr(degrees, axis) > 1},
+        "groups": {axis: _group_facts(degrees, axis) for axis in AXES.every() if getattr(degrees, axis) > 1},
         "micro_batches_per_rank": micro_batches,
         "bitwise": problem is None,
         "bitwise_problem": problem,
@@ -95,7 +96,7 @@ def pipeline_facts(plan: Plan) -> dict[str, Any]:
 def difference_to_one_rank(plan: Plan) -> str | None:
     """Return why the layout does not train to the bits of a single rank with tree summation; None if it does."""
     config, degrees, parallel = plan.config, plan.degrees, plan.config.parallel
-    for name, axis in reversed(list(AXES.items())):
+    for name, axis in reversed(list(AXES.every().items())):
         if degrees.ranks(name) > 1 and (reason := axis.order_problem(degrees)):
             return reason
     # A graph keeps norms' weights in fp32, FSDP2 gathers them in compute_dtype; without that rounding bits agree.
@@ -124,7 +125,8 @@ def layout_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Return `layout_facts` as lines for a terminal, each a name and a text."""
     world = f"{facts['world']} rank{'s' if facts['world'] > 1 else ''}"
     degrees = " x ".join(f"{axis}={facts[axis]}" for axis in AXES if facts[axis] > 1)
-    words = [f"{world}: {degrees}" if degrees else world]
+    folded = [f"{axis}={facts[axis]} among them" for axis in AXES.folded if facts.get(axis, 1) > 1]
+    words = [f"{world}: {degrees}" if degrees else world, *folded]
     words += ["sequence parallel"] if facts["sequence_parallel"] else []
     words += [f"ZeRO-{facts['zero_stage']}"] if facts["zero_stage"] else []
     words += [f"{facts['reduction']} reduction"] if facts["world"] > 1 else []

@@ -51,7 +51,7 @@ class ShardedAxis:
 
 def sharding_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     """Yield a problem per size that `degrees` do not divide, and per block of a cast that ranks would split."""
-    for axis in AXES.values():
+    for axis in AXES.every().values():
         yield from axis.sharding_problems(config, degrees)
     yield from _block_problems(config, degrees)
 

@@ -209,9 +209,9 @@ def parts_of(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees, pp_
     return split_layers(model, degrees.pp * parallel.virtual_stages)[pp_rank :: degrees.pp]
 
 
-def units_at(model: ModelConfig, parts: list[StagePart], tp: int) -> Units:
+def units_at(model: ModelConfig, parts: list[StagePart], degrees: Degrees) -> Units:
     """Return the FSDP2 units of a rank with stages `parts`; see `units_of`."""
-    return units_of(model, layers_of(parts), parts[0].first, parts[-1].last, tp)
+    return units_of(model, layers_of(parts), parts[0].first, parts[-1].last, degrees.width, degrees.ranks("ep"))
 
 
 def layers_of(parts: list[StagePart]) -> list[int]:

@@ -120,8 +120,15 @@ class RankStep:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Bytes of a rank's (shards of) gradients."""
-        return DTYPE_BYTES[self.config.precision.main_grad_dtype] * self.units.shard(self.shard_ranks)
+        """Bytes of a rank's (shards of) gradients, without those of `expert_gradient_bytes`."""
+        elements = sum(unit.shard(self.shard_ranks) for unit in self.units.dense())
+        return DTYPE_BYTES[self.config.precision.main_grad_dtype] * elements
+
+    @cached_property
+    def expert_gradient_bytes(self) -> int:
+        """Bytes of a rank's (shards of) gradients of experts that ranks divide (parallel.ep)."""
+        elements = sum(unit.shard(self.shard_ranks) for unit in self.units.experts)
+        return DTYPE_BYTES[self.config.precision.main_grad_dtype] * elements
 
     @property
     def small_bytes(self) -> int:
@@ -138,12 +145,18 @@ def sent_at(config: Config, degrees: Degrees, pp_rank: int) -> Sent:
     """Return the bytes that the ranks at `pp_rank` (0 .. pp - 1) of the pipeline send in a step."""
     step = RankStep(config, degrees, parts_of(config.model, config.parallel, degrees, pp_rank))
     sent: Sent = Counter()
-    for axis in AXES.values():
+    for axis in AXES.every().values():
         axis.add_sent(sent, step)
     ranks, width = step.shard_ranks, degrees.width
-    sharing, exchanged = ranks * width, sum(map(config.optim.exchanged_bytes, step.units.shards(ranks)))
+    dense = (shard for unit in step.units.dense() for shard in unit.shards(ranks))
+    sharing, exchanged = ranks * width, sum(map(config.optim.exchanged_bytes, dense))
     axes = (*(shard_axes() if ranks > 1 else ()), *AXES.cutting("width"))
     sent["all_to_all", " ".join(axes)] += 2 * exchanged * (sharing - 1) // sharing
+    sharing = ranks // degrees.ranks("ep")
+    if sharing > 1 and step.units.experts:
+        of_experts = (shard for unit in step.units.experts for shard in unit.shards(ranks))
+        exchanged = sum(map(config.optim.exchanged_bytes, of_experts))
+        sent["all_to_all", "edp"] += 2 * exchanged * (sharing - 1) // sharing
     data = [axis for axis in step.summed_axes if degrees.ranks(axis) > 1]
     if (counts := _counted_bytes(step)) > step.small_bytes and data:
         ranks = degrees.ranks(*data)

@@ -2,7 +2,7 @@
 casts."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -143,13 +143,17 @@ class Quantization:
         for layer, scale, history in self._scales_at_start:
             layer.scale, layer.amax_history = scale, history
 
-    def begin_micro_batch(self, model: nn.Module, step: int, micro_batch: int) -> None:
-        """Set the random keys of the next forward and backward pass; `micro_batch` is the global index."""
-        set_step_key(model, StepKey(self.seed, step, micro_batch))
+    def begin_micro_batch(self, model: nn.Module, step: int, micro_batch: int, at_once: Sequence[int] = ()) -> None:
+        """Set the random keys of the next forward and backward pass; `micro_batch` is the global index.
 
-    def begin_validation_batch(self, model: nn.Module, step: int, index: int) -> None:
-        """Set the random keys of a validation batch's forward pass."""
-        set_step_key(model, StepKey(self.seed, step, VALIDATION_KEY + index))
+        `at_once`: those of the ranks that send rows to the experts here, this one's included.
+        """
+        set_step_key(model, StepKey(self.seed, step, micro_batch), at_once)
+
+    def begin_validation_batch(self, model: nn.Module, step: int, index: int, at_once: Sequence[int] = ()) -> None:
+        """Set the random keys of a validation batch's forward pass; `at_once`: see `begin_micro_batch`."""
+        key = StepKey(self.seed, step, VALIDATION_KEY + index)
+        set_step_key(model, key, [VALIDATION_KEY + each for each in at_once])
 
     def end_micro_batch(self, model: nn.Module, reduce_max: Callable[[Tensor], Tensor]) -> None:
         """Update the delayed scales that change with every micro-batch, after its backward pass. Collective.

@@ -188,10 +188,11 @@ class TrainStep:
         parallel, model, quantization = self.parallel, self.parallel.model, self.parallel.quantization
         (sync,), losses = parallel.syncs, []
         indices = parallel.layout.micro_batches(len(batch.tokens))
+        at_once = parallel.layout.micro_batches_at_once(len(batch.tokens))
         for micro_batch, index in enumerate(indices):
             last = micro_batch == len(indices) - 1
             sync.before_backward(micro_batch, last)
-            quantization.begin_micro_batch(model, self.state.completed_steps, index)
+            quantization.begin_micro_batch(model, self.state.completed_steps, index, at_once[micro_batch])
             documents = batch.document_ids[micro_batch] if batch.document_ids is not None else None
             whole = batch.tokens[micro_batch], batch.labels[micro_batch], documents
             tokens, labels, positions, documents = parallel.sequence_sharder(*whole)
@@ -219,9 +220,11 @@ class TrainStep:
     def _run_pipeline(self, pipeline: Pipeline, batch: Batch, targets: Tensor) -> Tensor:
         """Run all micro-batches through the pipeline's schedule."""
         indices = self.parallel.layout.micro_batches(len(batch.tokens))
+        at_once = self.parallel.layout.micro_batches_at_once(len(batch.tokens))
 
         def begin(stage: torch.nn.Module, micro_batch: int) -> None:
-            self.parallel.quantization.begin_micro_batch(stage, self.state.completed_steps, indices[micro_batch])
+            places = indices[micro_batch], at_once[micro_batch]
+            self.parallel.quantization.begin_micro_batch(stage, self.state.completed_steps, *places)
 
         def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
             return self.parallel.loss_sum(logits, labels) / targets

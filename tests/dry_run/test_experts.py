@@ -14,12 +14,19 @@ KEYS = [
 ]
 
 
-LAYOUTS = ["zero3", "ddp", "pp", "tp"]
+LAYOUTS = [
+    *(([f"parallel={layout}", "trainer.devices=2"]) for layout in ("zero3", "ddp", "pp", "tp")),
+    ["parallel=zero3", "trainer.devices=4", "parallel.ep=2", "data.global_batch_size=16"],
+    ["parallel=zero2", "trainer.devices=4", "parallel.ep=4", "parallel.activation_checkpoint=full"],
+    ["parallel=ddp", "trainer.devices=4", "parallel.ep=2", "data.global_batch_size=16"],
+    ["parallel=hsdp", "trainer.devices=8", "parallel.dp_shard=4", "parallel.ep=2"],
+]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
 def test_counted_bytes_are_the_planned_ones(layout, small_run, tmp_path, capsys):
-    assert main(["plan", *small_run(tmp_path, *KEYS, f"parallel={layout}", "trainer.devices=2"), "--dry-run"]) == 0
+    words = ["data.micro_batch_size=1", "data.global_batch_size=8", *layout]
+    assert main(["plan", *small_run(tmp_path, *KEYS, *words), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "agrees  " in out, out

@@ -1,6 +1,6 @@
 """Runs of single ranks, which all tests here are compared with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -45,16 +45,19 @@ def alone(ranks, matrix_run) -> Callable[..., Trace]:
 
 @pytest.fixture(scope="session")
 def to_the_bits(ranks, matrix_run, alone) -> Callable[..., None]:
-    """Return a function that asserts that a case trains to the bits of one rank, by curves, gradients and weights."""
+    """Return a function that asserts that a case trains to the bits of one rank, by curves, gradients and weights.
 
-    def check(case: Case, *more: str) -> None:
-        checkpointing = f"parallel.activation_checkpoint={case.checkpointing}"
-        config = matrix_run(case.layout, case.world, case.micro_batches, case.precision, *more, checkpointing)
+    `ours`: further overrides of the case, not of the single rank.
+    """
+
+    def check(case: Case, *more: str, ours: Sequence[str] = ()) -> None:
+        own = [f"parallel.activation_checkpoint={case.checkpointing}", *ours]
+        config = matrix_run(case.layout, case.world, case.micro_batches, case.precision, *more, *own)
         degrees = resolve_degrees(config.parallel, case.world)
         assert bitwise_problem(degrees, config.parallel.zero_stage, case.micro_batches // degrees.dp) is None
-        ours = ranks(case.world).call(unsaved_run, config)
-        assert difference(ours, alone(case.micro_batches, case.precision, *more)) is None
-        norms = [line[3] for line in ours["curve"] if line[3] is not None]
+        found = ranks(case.world).call(unsaved_run, config)
+        assert difference(found, alone(case.micro_batches, case.precision, *more)) is None
+        norms = [line[3] for line in found["curve"] if line[3] is not None]
         assert max(norms) > 0.5, "nothing was clipped"
 
     return check

@@ -213,7 +213,7 @@ def test_the_stages_of_a_rank_share_its_sums_over_replicas():
         assert sent[TREE_SCATTER, "dp_replicate"] > 0
         whole = sum(
             timer.links.seconds(kind, axes, sent[kind, axes], -(-sent[kind, axes] // (25 * 2**20)))
-            for kind, axes in once_beside()
+            for kind, axes in once_beside(timer.degrees)
         )
         assert timer.passes[pp_rank].seconds["reductions"] == pytest.approx(whole)
 

@@ -109,6 +109,7 @@ _WORDS = {
     "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel pp_size "
     "pipeline_parallel_degree",
     "parallel.cp": "context_parallel_size context_parallel cp_size context_parallel_degree",
+    "parallel.ep": "expert_model_parallel_size expert_parallel_size expert_parallel ep_size expert_parallel_degree",
     "parallel.dp_shard": "data_parallel_shard_degree dp_shard_size",
     "parallel.dp_replicate": "data_parallel_replicate_degree dp_replicate_size",
     "parallel.activation_checkpoint": "gradient_checkpointing activation_checkpointing recompute recompute_granularity",

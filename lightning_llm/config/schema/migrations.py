@@ -9,7 +9,12 @@ RENAMED = {
 }
 """{first name of a dotted key: current name}. Hashes use the first name, so that they stay the same."""
 
-ADDED = {"trainer.attention_kernel": "auto", "spikes.max_rollbacks": 3, "spikes.rollback_skip_steps": 2}
+ADDED = {
+    "trainer.attention_kernel": "auto",
+    "spikes.max_rollbacks": 3,
+    "spikes.rollback_skip_steps": 2,
+    "parallel.ep": 1,
+}
 """{dotted key that affects training: value that reproduces the releases before it}. Configs of those releases are read
 with this value, and hashes omit it, so that they stay the same."""
 

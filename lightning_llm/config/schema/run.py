@@ -30,6 +30,9 @@ class ParallelConfig(Group):
     cp: RankCount | None = Field(1, description="context-parallel ranks, which split sequences")
     tp: RankCount | None = Field(1, description="tensor-parallel ranks, which split each layer's weights")
     pp: RankCount | None = Field(1, description="pipeline ranks, which split the layers")
+    ep: RankCount = Field(
+        1, description="expert-parallel ranks among dp_shard (dp_replicate if that is 1), which split a block's experts"
+    )
     sequence_parallel: bool = Field(
         True, description="with tp: norms and residuals have 1/tp of the tokens (arXiv 2205.05198)"
     )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.linalg.grouped import GroupedLinear
+from lightning_llm.linalg.grouped import GroupedLinear, Groups
 from lightning_llm.linalg.local_part import local
 from lightning_llm.model.experts.dispatch import combine, dispatch, place
 from lightning_llm.model.experts.kinds import BALANCE, ROUTER_Z, MoE
@@ -44,14 +44,24 @@ class Experts(nn.Module):
         """Experts on this rank."""
         return len(local(self.gate_proj.weight)) // self.inner
 
+    @property
+    def held(self) -> tuple[int, int]:
+        """Number of the first expert that this rank's outputs are of, and how many there are."""
+        return self.first, self.local_count
+
     def forward(self, x: Tensor, choices: Choices) -> Tensor:
-        """Return `[B, T, D]` for `x` `[B, T, D]`: the weighted sums over the experts that this rank holds."""
-        multiple = self.gate_proj.row_multiple
-        placement = place(choices.chosen, choices.kept, self.local_count, self.first, self.count, multiple)
+        """Return `[B, T, D]` for `x` `[B, T, D]`: the weighted sums over the experts that are `held`."""
+        first, experts = self.held
+        placement = place(choices.chosen, choices.kept, experts, first, self.count, self.gate_proj.row_multiple)
         rows = dispatch(x.flatten(0, -2), placement)  # [R, D]
-        given = placement.groups, self.first
+        return combine(self.outputs_of(rows, placement.groups), choices.weights, placement).view_as(x)
+
+    def outputs_of(self, rows: Tensor, groups: Groups) -> Tensor:
+        """Return the experts' outputs `[R, D]` of `rows` `[R, D]`, sorted by expert as `groups` divides them."""
+        given = groups, self.first
         inner = F.silu(self.gate_proj(rows, *given)) * self.up_proj(rows, *given)  # [R, F]
-        return combine(self.down_proj(inner, *given), choices.weights, placement).view_as(x)
+        y: Tensor = self.down_proj(inner, *given)
+        return y
 
     def step(self, x: Tensor, choices: Choices) -> Tensor:
         """Return the same, by products over all of `x` for each expert that a token chose, without gradients.

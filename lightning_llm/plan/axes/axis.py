@@ -23,11 +23,12 @@ Dimension = Literal["data", "parameters", "sequence", "width", "layers"]
 """Dimensions that ranks divide: a step's micro-batches; stored parameters, gathered for use; the tokens of a sequence;
 heads, and rows or columns of weights; blocks."""
 
-BUILT_IN = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+BUILT_IN, FOLDED = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), ("ep",)
 """Outermost first: neighboring ranks share a tensor-parallel group; pipeline stages are farthest apart.
 
 A node then contains whole TP groups, which communicate most; pipeline stages, which communicate least, are on different
-nodes (Narayanan et al. 2021, arXiv 2104.04473, section 3; Megatron-LM's order "tp-cp-dp-pp")."""
+nodes (Narayanan et al. 2021, arXiv 2104.04473, section 3; Megatron-LM's order "tp-cp-dp-pp"). `FOLDED`: see
+`MeshAxis.folds`."""
 
 
 class MeshAxis:
@@ -42,6 +43,9 @@ class MeshAxis:
     """`module:Class` of the axis' torch code."""
     in_every_mesh: ClassVar[bool] = False
     """Whether the mesh keeps the axis at a degree of 1."""
+    folds: ClassVar[bool] = False
+    """Whether the axis divides ranks that the data axes count already (Megatron-LM's "folding"), so that the degrees of
+    the other axes multiply to the number of ranks."""
 
     def layout_problems(self, config: Config, degrees: "Degrees", fits: bool) -> Iterator[Problem]:
         """Yield the reasons why the layout or the batch does not allow the degree of this axis.
@@ -84,22 +88,28 @@ class MeshAxis:
 
 
 class MeshAxes(Mapping[str, MeshAxis]):
-    """The registered axes by name, outermost first."""
+    """The registered axes by name, outermost first; `folded` ones are not among them.
 
-    def __init__(self, built_in: tuple[str, ...]):
+    The degrees of the axes multiply to the number of ranks.
+    """
+
+    def __init__(self, built_in: tuple[str, ...], folded: tuple[str, ...]):
         self._axes: dict[str, MeshAxis] = {}
+        self._folded: dict[str, MeshAxis] = {}
         self._cutting: dict[tuple[Dimension, ...], tuple[str, ...]] = {}
-        self._built_in, self._loaded = built_in, False
+        self._built_in, self._loaded = (built_in, folded), False
 
     def register(self, axis: MeshAxis, outside: str | None = None) -> None:
         """Add `axis` directly outside the axis called `outside` (None: innermost), and its degree as a key of
         `parallel`.
 
         Raises:
-            ValueError: another axis has that name, or none is called `outside`.
+            ValueError: another axis has that name, none is called `outside`, or the axis folds.
         """
-        if axis.name in self._all():
-            raise ValueError(f"axis '{axis.name}' is already registered: {type(self[axis.name]).__qualname__}")
+        if axis.name in self.every():
+            raise ValueError(f"axis '{axis.name}' is already registered: {type(self.every()[axis.name]).__qualname__}")
+        if axis.folds:
+            raise ValueError(f"'{axis.name}' cannot be registered: only built-in axes fold")
         names = list(self._axes)
         if outside is not None and outside not in names:
             raise ValueError(f"'{axis.name}' cannot be registered outside '{outside}': there is no such axis")
@@ -127,8 +137,20 @@ class MeshAxes(Mapping[str, MeshAxis]):
     def _all(self) -> dict[str, MeshAxis]:
         if not self._loaded:
             self._loaded = True
-            self._axes = {name: import_module(f"{__package__}.{name}").AXIS for name in self._built_in}
+            self._axes, self._folded = (
+                {name: import_module(f"{__package__}.{name}").AXIS for name in names} for names in self._built_in
+            )
         return self._axes
+
+    @property
+    def folded(self) -> Mapping[str, MeshAxis]:
+        """The axes that divide ranks of other axes (`MeshAxis.folds`)."""
+        self._all()
+        return self._folded
+
+    def every(self) -> dict[str, MeshAxis]:
+        """Return all axes, `folded` ones last."""
+        return {**self._all(), **self._folded}
 
 
 @lru_cache(maxsize=1024)
@@ -137,4 +159,4 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(each for each in range(1, number + 1) if number % each == 0)
 
 
-AXES = MeshAxes(BUILT_IN)
+AXES = MeshAxes(BUILT_IN, FOLDED)

@@ -21,13 +21,18 @@ class ReplicaAxis(MeshAxis):
         """Add the all-reduce of gradients; in tree order, its two halves: a reduce-scatter and an all-gather."""
         if self.name not in step.summed_axes:
             return
-        replicas = step.degrees.ranks(self.name)
-        once = step.gradient_bytes * (replicas - 1) // replicas
-        if sums_in_tree(step.config.parallel):
-            sent[TREE_SCATTER, self.name] += once
-            sent["all_gather", self.name] += once
-        else:
-            sent["all_reduce", self.name] += 2 * once
+        summed = {self.name: step.gradient_bytes}
+        if step.units.experts:
+            of_experts = "edp" if step.degrees.with_experts == self.name else self.name
+            summed[of_experts] = summed.get(of_experts, 0) + step.expert_gradient_bytes
+        for axis, size in summed.items():
+            replicas = step.degrees.ranks(axis)
+            once = size * (replicas - 1) // replicas
+            if sums_in_tree(step.config.parallel):
+                sent[TREE_SCATTER, axis] += once
+                sent["all_gather", axis] += once
+            else:
+                sent["all_reduce", axis] += 2 * once
 
 
 AXIS = ReplicaAxis()

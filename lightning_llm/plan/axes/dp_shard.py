@@ -40,12 +40,14 @@ class ShardAxis(MeshAxis):
 
         def gather(unit: Unit) -> int:
             width = DTYPE_BYTES[recipe.gather_dtype if unit.cast else recipe.master_dtype]
-            return unit.gathered_bytes(ranks, width) * (ranks - 1)
+            return unit.gathered_bytes(ranks, width) * (unit.over(ranks) - 1)
 
         if uses_fsdp(parallel, degrees):
-            forward, blocks = sum(map(gather, units.each())), sum(map(gather, units.blocks))
+            forward, blocks, experts = (sum(map(gather, each)) for each in (units.dense(), units.blocks, units.experts))
             each = parallel.zero_stage == 3
             sent["all_gather", shards] += step.micro_batches * (forward + blocks) if each else forward
+            if units.experts:
+                sent["all_gather", "edp"] += step.micro_batches * 2 * experts if each else experts
             of_tensors, width = 4 * sum(unit.tensor_scales for unit in units.blocks), degrees.width
             amaxes = of_tensors + 4 * sum(unit.block_scales for unit in units.blocks)
             if amaxes > step.small_bytes:
@@ -55,6 +57,8 @@ class ShardAxis(MeshAxis):
         times = step.micro_batches if parallel.zero_stage >= 2 else 1
         scatter = TREE_SCATTER if sums_in_tree(parallel) else "reduce_scatter"
         sent[scatter, shards] += times * step.gradient_bytes * (ranks - 1)
+        if units.experts:
+            sent[scatter, "edp"] += times * step.expert_gradient_bytes * (max(1, ranks // degrees.ranks("ep")) - 1)
 
 
 AXIS = ShardAxis()

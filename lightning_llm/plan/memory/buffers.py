@@ -135,7 +135,8 @@ def _bytes_of(plan: Plan, index: int, linear: LinearSpec) -> int:
     name, axis = f"layers.{index}.{linear.name}", SHARD_AXES[linear.role]["w"]
     sides, width = (linear.outputs.length, linear.inputs.length), plan.degrees.width
     if linear.role == "expert":
-        return linear.groups // width * kept_bytes(_casts(plan, name), *sides, keeps(plan)[index])
+        experts = linear.groups // (width * plan.degrees.ranks("ep"))
+        return experts * kept_bytes(_casts(plan, name), *sides, keeps(plan)[index])
     rows, columns = (length // width if axis == side else length for side, length in enumerate(sides))
     if plan.decision.runs != "native":
         return kept_bytes(_casts(plan, name), rows, columns, keeps(plan)[index])
@@ -172,7 +173,7 @@ def parameter_gather_problems(derived: DerivedConfig) -> list[Problem]:
 
 def gathered_units(config: Config, parts: list[StagePart], degrees: Degrees) -> Units:
     """Return the FSDP2 units of a rank with stages `parts` (`units_at`), with weights gathered as codes marked."""
-    units = units_at(config.model, parts, degrees.width)
+    units = units_at(config.model, parts, degrees)
     if config.precision.parameter_gather == "high" or shard_ranks(config.parallel, degrees) == 1:
         return units
     blocks = zip(units.blocks, layers_of(parts), strict=True)
@@ -211,6 +212,9 @@ def gathered_bytes(config: Config, units: Units, degrees: Degrees, accounting: A
     if config.parallel.zero_stage < 3:
         return sum(_whole_bytes(config, degrees, unit, accounting) for unit in units.each())
     blocks = [_whole_bytes(config, degrees, block, accounting) for block in units.blocks]
+    if units.experts:
+        of_experts = (_whole_bytes(config, degrees, unit, accounting) for unit in units.experts)
+        blocks = [sum(pair) for pair in zip(blocks, of_experts, strict=True)]
     root, head, embedding = (
         _whole_bytes(config, degrees, unit, accounting) for unit in (units.root, units.head, units.embedding)
     )
@@ -232,9 +236,11 @@ def gather_buffer_bytes(config: Config, units: Units, degrees: Degrees, accounti
         return 0
     outside = [_whole_bytes(config, degrees, unit, accounting) for unit in (units.root, units.head, units.embedding)]
     root = sum(outside) if accounting.one_root else max(outside)
-    ranks, width = shard_ranks(config.parallel, degrees), DTYPE_BYTES[config.precision.gather_dtype]
-    blocks = [ranks * unit.gathered_bytes(ranks, width) for unit in units.blocks]
-    codes = [ranks * unit.code_bytes(ranks) for unit in units.blocks]  # in separate buffers, until they are converted
+    ranks, recipe = shard_ranks(config.parallel, degrees), config.precision
+    widths = [DTYPE_BYTES[recipe.gather_dtype if unit.cast else recipe.master_dtype] for unit in units.of_blocks()]
+    each = list(zip(units.of_blocks(), widths, strict=True))
+    blocks = [unit.over(ranks) * unit.gathered_bytes(ranks, width) for unit, width in each]
+    codes = [ranks * unit.code_bytes(ranks) for unit, _ in each]  # in separate buffers, until they are converted
     pairs = zip(pairwise(blocks), codes[1:], strict=True)
     return max(root + blocks[0] + codes[0], max((sum(pair) + code for pair, code in pairs), default=0))
 
@@ -254,11 +260,17 @@ def compute_copy_bytes(plan: Plan, part: StagePart, units: Units) -> tuple[int, 
     width = DTYPE_BYTES[recipe.compute_dtype]
     # The last norm, and a tied embedding, which is cast to project.
     outside = units_of(model, (), first=False, last=True, tp=degrees.width).root.shard(1) if part.last else 0
-    if uses_fsdp(config.parallel, degrees) and recipe.gather_dtype == recipe.compute_dtype:
-        return width * outside, 0
     again = set(recomputed_layers(config, [part]))
-    sizes = {index: _copied_in_block(plan, index, unit) for index, unit in zip(part.layers, units.blocks, strict=True)}
+    cast_here: tuple[Unit, ...] = units.blocks
     head = 0 if _emulates_all(plan) else units.head.shard(1)
+    if uses_fsdp(config.parallel, degrees) and recipe.gather_dtype == recipe.compute_dtype:
+        if not units.experts:
+            return width * outside, 0
+        cast_here, head = units.experts, 0
+    elif units.experts:
+        both = zip(units.blocks, units.experts, strict=True)
+        cast_here = tuple(replace(one, parameters=one.parameters + other.parameters) for one, other in both)
+    sizes = {index: _copied_in_block(plan, index, unit) for index, unit in zip(part.layers, cast_here, strict=True)}
     kept = width * (outside + head) + sum(size for index, size in sizes.items() if index not in again)
     return kept, max((sizes[index] for index in again), default=0)
 
@@ -266,12 +278,15 @@ def compute_copy_bytes(plan: Plan, part: StagePart, units: Units) -> tuple[int, 
 def _copied_in_block(plan: Plan, index: int, unit: Unit) -> int:
     """Return the bytes of cast weights of block `index` that its forward pass keeps."""
     config = plan.config
-    width, tp = DTYPE_BYTES[config.precision.compute_dtype], plan.degrees.width
+    width, tp, ep = DTYPE_BYTES[config.precision.compute_dtype], plan.degrees.width, plan.degrees.ranks("ep")
     copied = width * unit.shard(1)
     names = [f"layers.{index}.{linear.name}" for linear in block_linears(config.model, index)]
     reasons = reasons_to_stay_unquantized(names, config.precision, config.model.num_layers)
     for name, linear in zip(names, block_linears(config.model, index), strict=True):
+        if unit.ep > 1 and linear.role != "expert":
+            continue
         elements = linear.elements // (tp if linear.role in ("column", "row", "expert") else 1)
+        elements //= ep if linear.role == "expert" else 1
         if bits := code_bits(plan, name):
             copied += 0 if keeps_codes(plan, name, index) else int(2 * elements * bits / 8)
         elif reasons[name] is None or _emulates_all(plan):

@@ -75,7 +75,7 @@ class Stage(NamedTuple):
     def of(cls, plan: Plan, part: StagePart, accounting: Accounting) -> "Stage":
         """Return the bytes of the pipeline stage `part`."""
         config, degrees = plan.config, plan.degrees
-        units = units_at(config.model, [part], degrees.width)
+        units = units_at(config.model, [part], degrees)
         made: dict[Hashable, BlockBytes] = {}
         kinds = list(block_kinds(config, part.layers))
         for index, kind in zip(part.layers, kinds, strict=True):
@@ -87,8 +87,13 @@ class Stage(NamedTuple):
         taught, teaching, gradient = _teacher_bytes(plan)
         copies, recast = (0, 0) if accounting.buffers else compute_copy_bytes(plan, part, units)
         boundary = boundary_bytes(config, degrees)
+        waiting = sum(unit.shard(1) for unit in units.dense())
         buffers = plan.micro_batches * boundary * (2 - part.first - part.last)
-        reduced = max(unit.shard(1) for unit in units.blocks) if uses_fsdp(config.parallel, degrees) else 0
+        reduced = 0
+        if uses_fsdp(config.parallel, degrees):
+            reduced = DTYPE_BYTES[config.precision.gather_dtype] * max(unit.shard(1) for unit in units.blocks)
+            master = DTYPE_BYTES[config.precision.master_dtype]
+            reduced = max(reduced, *(master * unit.shard(1) for unit in units.experts), 0)
         return cls(
             kept=sum(each.kept for each in blocks) + stage_bytes(plan, part, accounting),
             given=0 if part.last or accounting.gives_away else boundary,
@@ -99,8 +104,8 @@ class Stage(NamedTuple):
             loss=loss + gradient,
             taught=taught,
             teaching=teaching,
-            backward=max(each.backward for each in blocks) + DTYPE_BYTES[config.precision.gather_dtype] * reduced,
-            unsharded=DTYPE_BYTES[config.precision.main_grad_dtype] * units.shard(1) if once else 0,
+            backward=max(each.backward for each in blocks) + reduced,
+            unsharded=DTYPE_BYTES[config.precision.main_grad_dtype] * waiting if once else 0,
         )
 
 
@@ -331,7 +336,7 @@ def held_throughout(
     if config.distil is not None:
         persistent["teachers"] = teacher_bytes(config)
     throughout = {
-        "tree_gradients": buffers * gradient * units.shard(ranks) * (ranks if once else 1),
+        "tree_gradients": gradient * _waiting_elements(plan, units, ranks, buffers, once),
         "gathered": gathered_bytes(config, units, degrees, accounting),
         "gather_buffers": gather_buffer_bytes(config, units, degrees, accounting),
         "communication": communication_bytes(config, units, degrees),
@@ -340,6 +345,22 @@ def held_throughout(
     if accounting.buffers:  # gradients are reduced, and weights gathered, in place
         throughout = dict.fromkeys(throughout, 0)
     return persistent, throughout
+
+
+def _waiting_elements(plan: Plan, units: Units, ranks: int, buffers: int, once: bool) -> int:
+    """Return the elements of partial sums of gradients that wait in the tree.
+
+    Those of divided experts wait for each sender, one micro-batch after another (`parallel.ep`), where gradients are
+    reduced once per step.
+    """
+    elements = buffers * sum(unit.shard(ranks) for unit in units.dense()) * (ranks if once else 1)
+    if not units.experts:
+        return elements
+    apart = sums_in_tree(plan.config.parallel) and (plan.config.parallel.zero_stage < 2 or plan.degrees.dp_shard == 1)
+    if not apart:
+        return elements + buffers * sum(unit.shard(ranks) for unit in units.experts)
+    waiting = plan.micro_batches.bit_length() - 1
+    return elements + waiting * sum(unit.ep * unit.shard(1) for unit in units.experts)
 
 
 def _frozen_bytes(config: Config, parts: list[StagePart]) -> int:

@@ -17,7 +17,8 @@ class Unit:
     """Parameters of one FSDP2 group, unsharded; `cast`: gathered in the compute dtype.
 
     `coded`: the parameters that are gathered as codes, one byte per element (`buffers.gathered_units`), with
-    `block_scales` and `tensor_scales`.
+    `block_scales` and `tensor_scales`. `ep`: ranks that hold different experts and so do not shard the same ones;
+    `parameters` are those of one of them.
     """
 
     parameters: tuple[ParameterShard, ...]
@@ -25,15 +26,20 @@ class Unit:
     coded: tuple[ParameterShard, ...] = ()
     block_scales: int = 0
     tensor_scales: int = 0
+    ep: int = 1
+
+    def over(self, ranks: int) -> int:
+        """Return how many of `ranks` ranks shard these parameters."""
+        return max(1, ranks // self.ep)
 
     def shard(self, ranks: int) -> int:
         """Return the elements of one of `ranks` shards; FSDP2 pads each parameter's rows to a multiple of `ranks`."""
-        return sum(-(-each.rows // ranks) * each.columns for each in self.parameters)
+        return sum(-(-each.rows // self.over(ranks)) * each.columns for each in self.parameters)
 
     def shards(self, ranks: int) -> Iterator[ParameterShard]:
         """Yield the shard of every parameter that each of `ranks` ranks holds, including padding."""
         for each in self.parameters:
-            yield ParameterShard(-(-each.rows // ranks), each.columns, each.role)
+            yield ParameterShard(-(-each.rows // self.over(ranks)), each.columns, each.role)
 
     def code_bytes(self, ranks: int) -> int:
         """Return the bytes of codes in one of `ranks` shards."""
@@ -45,7 +51,7 @@ class Unit:
 
     def whole(self, ranks: int) -> int:
         """Return the elements of all shards together, including padding."""
-        return ranks * self.shard(ranks)
+        return self.over(ranks) * self.shard(ranks)
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,24 @@ class Units:
     head: Unit
     embedding: Unit
     root: Unit
+    experts: tuple[Unit, ...] = ()
+    """The experts of each of `blocks`, if ranks divide them (parallel.ep)."""
 
-    def each(self) -> Iterator[Unit]:
-        """Yield all groups, one per block."""
+    def dense(self) -> Iterator[Unit]:
+        """Yield all groups but `experts`, one per block."""
         yield from self.blocks
         yield from (self.head, self.embedding, self.root)
+
+    def each(self) -> Iterator[Unit]:
+        """Yield all groups, one or two per block."""
+        yield from self.dense()
+        yield from self.experts
+
+    def of_blocks(self) -> list[Unit]:
+        """Return the groups of blocks in the order of a forward pass."""
+        if not self.experts:
+            return list(self.blocks)
+        return [unit for pair in zip(self.blocks, self.experts, strict=True) for unit in pair]
 
     def shards(self, ranks: int) -> Iterator[ParameterShard]:
         """Yield the shard of every parameter of the model that each of `ranks` ranks holds."""
@@ -73,13 +92,18 @@ class Units:
 
 
 def units_of(
-    model: ModelConfig, layers: Sequence[int] | None = None, first: bool = True, last: bool = True, tp: int = 1
+    model: ModelConfig,
+    layers: Sequence[int] | None = None,
+    first: bool = True,
+    last: bool = True,
+    tp: int = 1,
+    ep: int = 1,
 ) -> Units:
     """Return the groups of a decoder: one per block, head, embedding, and the rest as the root.
 
     A tied embedding and a table of positions belong to the root. A pipeline rank has the blocks `layers`, the
     embeddings if it has the `first` stage, and norm and head if it has the `last`. A tensor-parallel rank has its part
-    of the linears and of the vocabulary, and whole norms and positions.
+    of the linears and of the vocabulary, and whole norms and positions. An expert-parallel rank has its experts.
     """
     same, hidden, rows = Same(model), model.hidden_size, model.padded_vocab_size // tp
     norm = [ParameterShard(hidden, 1, "vector")] * len(norm_of(model).vectors(model))
@@ -88,11 +112,10 @@ def units_of(
     learned = model.position == "learned" and first
     positions = [ParameterShard(model.max_sequence_length, hidden, "embedding")] if learned else []
 
+    alike = [first_alike(model, index) for index in (range(model.num_layers) if layers is None else layers)]
     return Units(
-        blocks=tuple(
-            _block(same, first_alike(model, index), tp)
-            for index in (range(model.num_layers) if layers is None else layers)
-        ),
+        blocks=tuple(_block(same, index, tp, ep) for index in alike),
+        experts=tuple(_experts(same, index, ep) for index in alike) if ep > 1 else (),
         head=Unit((ParameterShard(rows, hidden, "head"),) if last and not model.tie_embeddings else (), cast=True),
         embedding=Unit((table,) if first and not model.tie_embeddings else (), cast=False),
         root=Unit((*(norm if last else []), *positions, *tied), cast=False),
@@ -100,10 +123,18 @@ def units_of(
 
 
 @lru_cache(maxsize=1024)
-def _block(same: Same, index: int, tp: int) -> Unit:
+def _block(same: Same, index: int, tp: int, ep: int) -> Unit:
     """Return a block's group, without the few parameters that no gradient updates: every rank has them whole."""
     trained = (each for each in block_parameters(same.model, index) if each.trained)
-    return Unit(tuple(_shard(each.shape, each.role, tp) for each in trained), cast=True)
+    own = (each for each in trained if ep == 1 or each.role != "expert")
+    return Unit(tuple(_shard(each.shape, each.role, tp) for each in own), cast=True)
+
+
+@lru_cache(maxsize=1024)
+def _experts(same: Same, index: int, ep: int) -> Unit:
+    """Return the group of a block's experts on one of `ep` ranks, gathered in the master dtype (`parallel.ep`)."""
+    experts = (each for each in block_parameters(same.model, index) if each.trained and each.role == "expert")
+    return Unit(tuple(_shard(each.shape, each.role, ep) for each in experts), cast=False, ep=ep)
 
 
 def _shard(shape: tuple[int, ...], role: str, tp: int) -> ParameterShard:

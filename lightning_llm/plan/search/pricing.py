@@ -113,10 +113,11 @@ class Bounds:
     def blocks(self, choice: Choice, *, timed: bool) -> Blocks:
         """Return lower bounds of the blocks' seconds (`timed`) or bytes, from a table that many layouts share.
 
-        Layouts with the same tp, cp, further axes, micro-batch size and recomputation share a table. It is computed for
-        the one among them with the fewest casts, sums and kept bytes: everything is sharded, and there is no pipeline.
+        Layouts with the same tp, cp, ep, further axes, micro-batch size and recomputation share a table. It is computed
+        for the one among them with the fewest casts, sums and kept bytes: everything is sharded, without a pipeline.
         """
-        key = choice.tp, choice.cp, choice.micro_batch_size, choice.activation_checkpoint, timed, choice.further
+        shape = choice.tp, choice.cp, choice.ep, choice.further
+        key = *shape, choice.micro_batch_size, choice.activation_checkpoint, timed
         if key not in self._blocks:
             rest = choice.pp * choice.dp_replicate * choice.dp_shard
             alike = choice._replace(pp=1, dp_replicate=1, dp_shard=rest, zero_stage=3, schedule="1f1b")

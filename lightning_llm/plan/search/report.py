@@ -23,7 +23,7 @@ from lightning_llm.plan.time.step import StepTimer, no_time
 SHOWN, SHOWN_EMULATED = 10, 3
 """Layouts on a terminal, and the minimum number of emulated ones, if any."""
 COUNTS = ("considered", "refused", "too_large", "fitting", "slower", "emulated")
-PARALLEL_PARTS = {"tensor_parallel": ("tp",), "context_parallel": ("cp",)}
+PARALLEL_PARTS = {"tensor_parallel": ("tp",), "context_parallel": ("cp",), "expert_parallel": ("ep",)}
 LABELLED = 12
 """Number of layouts on the Pareto front that are labeled in the plot's legend."""
 NEAR = 0.25
@@ -189,7 +189,7 @@ def _table(layouts: list[dict[str, Any]]) -> str:
 def layout_name(priced: Priced) -> str:
     """Return a short name of a layout, e.g. "tp 8, pp 4 x 2, dp 8, ZeRO-2, no recomputation, micro-batch 1"."""
     choice = priced.choice
-    own = (("tp", choice.tp), ("cp", choice.cp), *choice.further)
+    own = (("tp", choice.tp), ("cp", choice.cp), ("ep", choice.ep), *choice.further)
     words = [f"{axis} {size}" for axis, size in own if size > 1]
     if choice.pp > 1:
         stages = f" x {choice.virtual_stages}" if choice.schedule == INTERLEAVED else ""

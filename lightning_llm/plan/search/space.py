@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.overrides import parse_overrides
 from lightning_llm.config.schema import Config
-from lightning_llm.plan.axes.axis import AXES, BUILT_IN, divisors
+from lightning_llm.plan.axes.axis import AXES, BUILT_IN, FOLDED, divisors
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.nodes import ranks_per_node
@@ -37,11 +37,12 @@ class Choice(NamedTuple):
     micro_batch_size: int
     further: tuple[tuple[str, int], ...] = ()
     """Degrees of axes that packages add, outermost first."""
+    ep: int = 1
 
     @property
     def degrees(self) -> Degrees:
         """Degrees of the mesh axes."""
-        return Degrees(**{axis: getattr(self, axis) for axis in BUILT_IN}, **dict(self.further))
+        return Degrees(**{axis: getattr(self, axis) for axis in (*BUILT_IN, *FOLDED)}, **dict(self.further))
 
     @property
     def data_ranks(self) -> int:
@@ -50,8 +51,9 @@ class Choice(NamedTuple):
         return own * Degrees(**dict(self.further)).dp if self.further else own
 
     def values(self) -> dict[str, Any]:
-        """Return the choice as {field, or name of a further axis: value}."""
+        """Return the choice as {field, or name of a further axis: value}, without folded axes of one rank."""
         values = self._asdict()
+        values = {key: value for key, value in values.items() if key not in FOLDED or value > 1}
         return values | dict(values.pop("further"))
 
     def overrides(self) -> dict[str, Any]:
@@ -107,7 +109,7 @@ class Space:
 
     def config_of(self, choice: Choice) -> Config:
         """Return the config with the keys of `choice`. A list of recomputation per block stays only if it was given."""
-        values = choice.values()
+        values = dict.fromkeys(FOLDED, 1) | choice.values()
         data = self.config.data.model_copy(update={"micro_batch_size": values.pop("micro_batch_size")})
         if "activation_checkpoint" not in self.typed:
             values["activation_checkpoint_layers"] = None
@@ -136,13 +138,19 @@ class Space:
             chosen = {"dp_shard", "dp_replicate"} & self.typed.keys()
             if zero_stage and not chosen and shard not in (dp, self._within_machine(dp, tp * cp)):
                 continue
+            folded = Degrees(dp_replicate=replicate, dp_shard=shard)
+            shares = folded.ranks(folded.with_experts) if tp == 1 and cp == 1 else 1
+            possible = AXES.folded["ep"].search_degrees(self._whole, shares)
+            experts = [each for each in self._degrees("ep", shares) if each in possible]
             for size in self._values("micro_batch_size", lambda: _powers_of_two(LARGEST_MICRO_BATCH)):
                 batch = self.config.data.global_batch_size
                 if batch % (ranks * size):
                     continue
                 for schedule, stages in self._schedules(pp, batch // (ranks * size)):
                     for mode in self._values("activation_checkpoint", lambda: CHECKPOINTING):
-                        yield Choice(pp, replicate, shard, cp, tp, zero_stage, schedule, stages, mode, size, added)
+                        for ep in experts:
+                            own = pp, replicate, shard, cp, tp, zero_stage, schedule, stages, mode, size
+                            yield Choice(*own, added, ep)
 
     def _schedules(self, pp: int, micro_batches: int) -> Iterator[tuple[str, int]]:
         """Yield (schedule, stages per rank) for a pipeline of `pp` ranks."""
@@ -166,7 +174,7 @@ class Space:
         return field in self.typed and self.typed[field] != value
 
     def _degrees(self, axis: str, ranks: int) -> Sequence[int]:
-        return self._values(axis, lambda: AXES[axis].search_degrees(self._whole, ranks))
+        return self._values(axis, lambda: AXES.every()[axis].search_degrees(self._whole, ranks))
 
     def _within_machine(self, dp: int, inner: int) -> int:
         """Return the largest divisor of `dp` that fits on one machine with `inner` ranks each."""
@@ -212,7 +220,7 @@ def no_layout_problems(space: Space) -> list[Problem]:
 def _impossible(space: Space, field: str) -> Iterator[Problem]:
     """Yield the problems of a fixed value that no layout has: sizes it does not divide, or else a general one."""
     value = space.typed[field]
-    if field in AXES and space.world % value == 0:
+    if field in AXES.every() and space.world % value == 0:
         found = list(sharding_problems(space.config, Degrees(**{field: value})))
         if found:
             yield from found
@@ -231,12 +239,12 @@ def _contradicting(space: Space) -> list[str]:
 
 def _sentence(space: Space, field: str, others: list[str]) -> str:
     value, world = space.typed[field], f"world={space.world}"
-    if field in AXES and space.world % value:
+    if field in AXES.every() and space.world % value:
         text = f"must divide {world}"
     else:
         beside = ", ".join(f"{key_of(other)}={space.typed[other]}" for other in others)
         text = f"no layout of {world} has it{f' with {beside}' if others else ''}"
-    allowed = sorted({choice.values()[field] for choice in _with(space, others).choices()})
+    allowed = sorted({choice.values().get(field, 1) for choice in _with(space, others).choices()})
     change = f"Set it to {'one of ' if len(allowed) > 1 else ''}{', '.join(map(str, allowed))}, omit it"
     return f"{text}. {change}, or change {'one of the others' if others else 'the number of ranks'}."
 

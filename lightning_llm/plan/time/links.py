@@ -73,7 +73,7 @@ class Links:
         """Return the extent of a group over `axes`: of the group that spans the most machines."""
         if axes not in self._spans:
             package, several = self.cluster.devices_per_package, tuple(axes.split())
-            ranks = math.prod(getattr(self.degrees, axis) for axis in several)
+            ranks = self.degrees.ranks(*several)
             packaged = package > 1 and all(
                 group[0] // package == group[-1] // package for group in self.degrees.groups(*several)
             )

@@ -12,6 +12,7 @@ from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.spec import LinearSpec, MemoryPass, Mixer
 from lightning_llm.model.structure import block_linears, block_parts, for_layers, mixer_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.plan.axes.ep import exchanged_bytes
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.activations import tokens_of
 from lightning_llm.plan.memory.units import micro_batches_per_rank, reduces_once, uses_fsdp
@@ -25,6 +26,7 @@ PARTS = (
     "memory_bound",
     "tensor_parallel",
     "context_parallel",
+    "expert_parallel",
     "gathers",
     "reductions",
     "optimizer",
@@ -152,16 +154,23 @@ class Operations:
         forward += self.memory(cast.get("x", 0) + cast.get("w", 0), groups * len(cast.keys() - {"dy"}))
         moved = cast.get("dy", 0) + (self.width * rows * outputs if spec.bias else 0)
         backward += self.memory(moved, groups * (len(cast) > 0))
-        weights = self.weight_casts(elements["w"])
+        # With ep a rank has fewer experts, and runs each for every sender: as many products.
+        own = elements["w"] // (self.degrees.ranks("ep") if spec.role == "expert" else 1)
+        weights = self.weight_casts(own, on_use=own < elements["w"])
         gradient = DTYPE_BYTES[self.config.precision.main_grad_dtype]
-        backward += self.memory(3 * gradient * elements["w"] if self._adds_up else 0, self._adds_up)
+        added = elements["w"] if own < elements["w"] else own if self._adds_up else 0  # of each sender, or micro-batch
+        backward += self.memory(3 * gradient * added, added > 0)
         return Passes(forward + weights.forward, backward + weights.backward, forward + weights.forward)
 
-    def weight_casts(self, elements: int) -> Passes:
-        """Return the cost of casting `elements` of a master weight and of its gradient; 0 if FSDP makes both casts."""
+    def weight_casts(self, elements: int, on_use: bool = False) -> Passes:
+        """Return the cost of casting `elements` of a master weight and of its gradient; 0 if FSDP makes both casts.
+
+        `on_use`: FSDP does not.
+        """
         recipe = self.config.precision
         master = DTYPE_BYTES[recipe.master_dtype]
         sharded = uses_fsdp(self.config.parallel, self.degrees) and recipe.gather_dtype == recipe.compute_dtype
+        sharded = sharded and not on_use
         if recipe.compute_dtype == recipe.master_dtype or sharded:
             return Passes()
         cost = self.memory((master + self.width) * elements)
@@ -242,7 +251,7 @@ def block_passes(operations: Operations, index: int) -> Passes:
 
 
 def _collectives(operations: Operations, mixer: Mixer, index: int) -> Passes:
-    """Return the cost of a block's tensor- and context-parallel collectives; bytes are counted as in `plan.traffic`.
+    """Return the cost of a block's tensor-, context- and expert-parallel collectives, with bytes as in `plan.traffic`.
 
     They overlap with nothing: each is waited for where it is called (`parallel.collectives`). Gathered or scattered
     tokens are also copied, since the parts of ranks are interleaved in memory.
@@ -268,6 +277,10 @@ def _collectives(operations: Operations, mixer: Mixer, index: int) -> Passes:
         sent = width * operations.tokens * (degrees.cp - 1) * mixer.context_elements(model, degrees.tp)
         gather = operations.collective("context_parallel", "all_gather", "cp", sent)
         found += Passes(gather, operations.collective("context_parallel", "reduce_scatter", "cp", sent), gather)
+    if (ep := degrees.ranks("ep")) > 1:
+        rows = exchanged_bytes(config, operations.tokens, ep)(index)
+        both = operations.collective("expert_parallel", "all_to_all", "ep", rows, 2)
+        found += Passes(both, both, both)
     return found
 
 

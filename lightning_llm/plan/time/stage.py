@@ -13,7 +13,7 @@ from lightning_llm.plan.memory.units import Unit, reduces_once, shard_ranks, sum
 from lightning_llm.plan.nodes import TREE_SCATTER
 from lightning_llm.plan.stages import StagePart
 from lightning_llm.plan.time.operations import Cost, Operations, Passes
-from lightning_llm.plan.traffic import shards
+from lightning_llm.plan.traffic import Sent, shards
 
 LOSS_BYTES = (14, 20)
 """Bytes moved by `model.loss` per logit, forward and backward: cast to fp32, log-softmax (4 + 4, 4 + 2); softmax (2 +
@@ -146,6 +146,8 @@ def _items(operations: Operations, part: StagePart) -> list[Item]:
     config, degrees = operations.config, operations.degrees
     units = gathered_units(config, [part], degrees)
     again = set(recomputed_layers(config, [part]))
+    none = Unit((), cast=False)
+    experts = dict(zip(part.layers, units.experts or [none] * len(part.layers), strict=True))
     items = [_item(operations, Passes(), units.root)]
     if part.first:
         items.append(_item(operations, _embedding(operations), units.embedding))
@@ -156,6 +158,9 @@ def _items(operations: Operations, part: StagePart) -> list[Item]:
         item = _item(operations, passes, unit)
         item.gathered_again = True
         items.append(item)
+        if experts[index].parameters:
+            items.append(_item(operations, Passes(), experts[index]))
+            items[-1].gathered_again = True
     if part.last:
         items.append(_item(operations, _head(operations), units.head))
     return items
@@ -166,11 +171,11 @@ def _item(operations: Operations, passes: Passes, unit: Unit) -> Item:
     config, degrees = operations.config, operations.degrees
     if not uses_fsdp(config.parallel, degrees) or not unit.parameters:
         return Item(passes)
-    ranks, recipe, axes = shard_ranks(config.parallel, degrees), config.precision, shards()
-    shard = unit.shard(ranks)
+    shard, recipe = unit.shard(shard_ranks(config.parallel, degrees)), config.precision
+    ranks, axes = unit.over(shard_ranks(config.parallel, degrees)), _axes_of(unit)
     width = DTYPE_BYTES[recipe.gather_dtype if unit.cast else recipe.master_dtype]
     gradient, master = DTYPE_BYTES[recipe.main_grad_dtype], DTYPE_BYTES[recipe.master_dtype]
-    gathered = unit.gathered_bytes(ranks, width)
+    gathered = unit.gathered_bytes(ranks * unit.ep, width)
     gather = operations.links.seconds("all_gather", axes, gathered * (ranks - 1))
     kind = TREE_SCATTER if sums_in_tree(config.parallel) else "reduce_scatter"
     reduction = operations.links.seconds(kind, axes, gradient * shard * (ranks - 1))
@@ -238,8 +243,7 @@ def _entered(operations: Operations, sent: int, *, backwards: bool) -> Passes:
 
 def _sent_gathers(operations: Operations, part: StagePart) -> Cost:
     units = gathered_units(operations.config, [part], operations.degrees)
-    gathered = sum(_gathered(operations, unit) for unit in units.each())
-    return Cost(sent=Counter({("all_gather", shards()): gathered}))
+    return Cost(sent=_gathered(operations, units.dense()) + _gathered(operations, units.experts))
 
 
 def _sent_backward(operations: Operations, part: StagePart, gathers: bool, reduces: bool) -> Cost:
@@ -247,15 +251,23 @@ def _sent_backward(operations: Operations, part: StagePart, gathers: bool, reduc
     units, ranks = gathered_units(config, [part], degrees), shard_ranks(config.parallel, degrees)
     kind = TREE_SCATTER if sums_in_tree(config.parallel) else "reduce_scatter"
     gradient = DTYPE_BYTES[config.precision.main_grad_dtype]
-    sent = Counter({("all_gather", shards()): sum(_gathered(operations, unit) for unit in units.blocks if gathers)})
-    sent[kind, shards()] += gradient * units.shard(ranks) * (ranks - 1) if reduces else 0
+    sent = _gathered(operations, units.of_blocks()) if gathers else Counter()
+    for unit in units.each() if reduces else ():
+        sent[kind, _axes_of(unit)] += gradient * unit.shard(ranks) * (unit.over(ranks) - 1)
     return Cost(sent=sent)
 
 
-def _gathered(operations: Operations, unit: Unit) -> int:
+def _gathered(operations: Operations, units: Iterable[Unit]) -> Sent:
     recipe, ranks = operations.config.precision, shard_ranks(operations.config.parallel, operations.degrees)
-    width = DTYPE_BYTES[recipe.gather_dtype if unit.cast else recipe.master_dtype]
-    return unit.gathered_bytes(ranks, width) * (ranks - 1)
+    sent: Sent = Counter()
+    for unit in units:
+        width = DTYPE_BYTES[recipe.gather_dtype if unit.cast else recipe.master_dtype]
+        sent["all_gather", _axes_of(unit)] += unit.gathered_bytes(ranks, width) * (unit.over(ranks) - 1)
+    return sent
+
+
+def _axes_of(unit: Unit) -> str:
+    return "edp" if unit.ep > 1 else shards()
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:

@@ -13,7 +13,7 @@ from lightning_llm.model.structure import linear_names
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.attention_kernel import takes_blocks
 from lightning_llm.plan.axes.axis import AXES
-from lightning_llm.plan.degrees import replica_axes
+from lightning_llm.plan.degrees import Degrees, replica_axes
 from lightning_llm.plan.memory.activations import boundary_bytes
 from lightning_llm.plan.memory.buffers import REPLICA_BUCKET_BYTES
 from lightning_llm.plan.memory.units import shard_ranks
@@ -187,7 +187,7 @@ class StepTimer:
 
     def shards(self, pp_rank: int) -> list[ParameterShard]:
         """Return the parameter shards of the ranks at `pp_rank` of the pipeline."""
-        units = units_at(self.config.model, self.parts[pp_rank], self.degrees.tp)
+        units = units_at(self.config.model, self.parts[pp_rank], self.degrees)
         return list(units.shards(shard_ranks(self.config.parallel, self.degrees)))
 
     @cached_property
@@ -207,9 +207,9 @@ class StepTimer:
         """
         parts, sent, seconds = self.parts[pp_rank], self.sent[pp_rank], 0.0
         groups = sum(len(part.layers) for part in parts) + 2
-        for kind, axes in once_beside():
+        for kind, axes in once_beside(self.degrees):
             size = sent[kind, axes]
-            library = kind == "all_reduce" and axes in replica_axes()
+            library = kind == "all_reduce" and axes in (*replica_axes(), "edp")
             times = groups if library else -(-size // REPLICA_BUCKET_BYTES)
             seconds += self.links.seconds(kind, axes, size, times)
         return seconds / len(parts)
@@ -226,7 +226,7 @@ class StepTimer:
             if axes == "pp":  # hidden states, sent while ranks compute: `finish_times`
                 stages = sum(2 - part.first - part.last for part in self.parts[pp_rank])
                 rest -= self.plan.micro_batches * stages * boundary_bytes(self.config, self.degrees)
-            if (kind, axes) in once_beside():
+            if (kind, axes) in once_beside(self.degrees):
                 continue
             times = -(-rest // REPLICA_BUCKET_BYTES)
             cost.spend("reductions", self.links.seconds(kind, axes, max(rest, 0), times))
@@ -240,9 +240,10 @@ class StepTimer:
         return self.device.bytes_seconds(moved, 3)
 
 
-def once_beside() -> list[tuple[str, str]]:
+def once_beside(degrees: Degrees) -> list[tuple[str, str]]:
     """Return the (kind, axis) of collectives that run once per step, during its last backward pass."""
-    over_replicas = product((TREE_SCATTER, "all_gather", "all_reduce"), replica_axes())
+    of_experts = ("edp",) if degrees.with_experts in replica_axes() else ()
+    over_replicas = product((TREE_SCATTER, "all_gather", "all_reduce"), (*replica_axes(), *of_experts))
     return [*over_replicas, *product(("all_reduce",), AXES.cutting("sequence"))]
 
 

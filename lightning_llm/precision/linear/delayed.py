@@ -124,13 +124,14 @@ def load_delayed_state(model: nn.Module, state: dict[str, dict[str, Tensor]]) ->
     entry for later phases and are not returned.
     """
     missing = []
+    placed = next((each.device for each in model.parameters()), torch.device("cpu"))
     for layer in quantized_layers(model):
         layer.reset_delayed()
         delayed_now = bool(layer.plan.delayed_casts())
         if layer.name not in state:
             missing += [layer.name] if delayed_now else []
             continue
-        device = layer.weight.device
+        device = placed if layer.weight.is_meta else layer.weight.device  # an expert's layer holds no weight
         old = state[layer.name]["amax_history"].to(device)
         if delayed_now:
             layer.materialise_state(device)

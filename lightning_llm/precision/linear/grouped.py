@@ -38,19 +38,27 @@ class QuantizedGroupedLinear(GroupedLinear):
         for expert in self.experts:
             expert.place = name
 
-    def forward(self, x: Tensor, groups: Groups, first: int = 0) -> Tensor:
+    def forward(
+        self, x: Tensor, groups: Groups, first: int = 0, weight: Tensor | None = None, sender: int = 0
+    ) -> Tensor:
         """Return `[M, N]` in the dtype of `x` `[M, K]`: each group of rows times the weight of its expert.
 
-        `groups`: rows of each local expert. `first`: number of the first local expert.
+        `groups`: rows of each local expert. `first`: number of the first local expert. `sender`: index of the
+        micro-batch that the rows are from, among those that ranks run at once. `weight`: see `GroupedLinear.forward`.
         """
         counts = groups.counts
         self._materialise_state(x.device)
-        weights = local(self.weight).chunk(len(counts))
+        weights = (local(self.weight) if weight is None else weight).chunk(len(counts))
         made = []
         for number, (rows, weight) in enumerate(zip(x.split(counts), weights, strict=True), start=first):
             if len(rows):
-                made.append(self.experts[number](rows, partial(_multiplied, weight=weight)))
+                with self.experts[number].keys_of(sender):
+                    made.append(self.experts[number](rows, partial(_multiplied, weight=weight)))
         return torch.cat(made) if made else x.new_zeros(0, self.out_features)
+
+    def dtype_on_use(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the weight, which each cast rounds to `dtype` itself."""
+        return self.weight.dtype
 
     def of_group(self, x: Tensor, group: int) -> Tensor:
         """Return `[M, N]`, the product of `x` `[M, K]` and the weight of local expert `group`."""

@@ -152,6 +152,17 @@ class QuantizedLinear(nn.Linear):
         """Return the keys on `device`: the module may have been moved since they were set."""
         return self.keys if self.keys is None or self.keys.device == device else self.keys.to(device)
 
+    @contextmanager
+    def keys_of(self, sender: int) -> Iterator[None]:
+        """Use the keys of `sender` for a while, if there are those of several micro-batches (`set_step_key`)."""
+        keys = self.keys
+        if keys is not None and keys.ndim > 1:
+            self.keys = keys[sender]
+        try:
+            yield
+        finally:
+            self.keys = keys
+
     def _without_casts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.plan.weight_casts is not None:
             self.plan.weight_casts.check_unquantized()
@@ -256,21 +267,27 @@ def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:
     return found
 
 
-def set_step_key(model: nn.Module, key: StepKey) -> None:
+def set_step_key(model: nn.Module, key: StepKey, at_once: Sequence[int] = ()) -> None:
     """Set the random keys of all quantized layers of `model` for one micro-batch. Call it before each forward pass.
 
     A layer's key depends on its name, so it is the same on every pipeline stage. One tensor is made for all layers.
+    `at_once`: the micro-batches that ranks run now and whose rows experts here take; their keys are those of each of
+    these, int64 [S, KEY_COUNT].
     """
     layers = [layer for layer in quantized_layers(model) if layer.plan.random]
-    if not layers:
-        return
-    names = torch.tensor([name_word(layer.name) for layer in layers])[:, None]
-    slots = torch.arange(KEY_COUNT)[None, :]
-    device = layers[0].keys_device
-    keys = hash_words(key.step, key.micro_batch, names, slots, seed=key.seed)
-    keys = keys if device.type == "meta" else keys.to(device)  # layers move them to their inputs' device
-    for layer, row in zip(layers, keys.unbind(0), strict=True):
-        layer.keys = row
+    experts = [layer for layer in layers if at_once and layer.place != layer.name]
+    alone = [layer for layer in layers if not (at_once and layer.place != layer.name)]
+    for some, micro_batches in ((alone, [key.micro_batch]), (experts, at_once)):
+        if not some:
+            continue
+        names = torch.tensor([name_word(layer.name) for layer in some])[:, None]
+        slots = torch.arange(KEY_COUNT)[None, :]
+        device = some[0].keys_device
+        each = [hash_words(key.step, number, names, slots, seed=key.seed) for number in micro_batches]
+        keys = each[0] if some is alone else torch.stack(each, 1)
+        keys = keys if device.type == "meta" else keys.to(device)  # layers move them to their inputs' device
+        for layer, row in zip(some, keys.unbind(0), strict=True):
+            layer.keys = row
 
 
 def recompute_contexts(
