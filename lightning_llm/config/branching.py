@@ -1,4 +1,4 @@
-"""`branch_from=RUN[/checkpoints/step=N]`: a config derived from a parent run's, with keys changed. No torch.
+"""`branch_from=RUN[/checkpoints/step=N]`: a config that starts from a parent run's, with keys changed. No torch.
 
 The parent's config.yaml replaces the defaults. A preset for branches (its file has `branch_from: ???`) and the
 overrides are applied to it. The branch has its own folder, tracking and launcher.
@@ -52,7 +52,7 @@ GroupTree = Callable[[str, str], Any]
 
 @dataclass(frozen=True)
 class Branching:
-    """A requested branch: the parent's path, and the preset's group files and single keys."""
+    """A requested branch: path of the parent run or checkpoint, and the preset's {group: file} and {key: value}."""
 
     path: Path
     groups: Mapping[str, Any]
@@ -60,7 +60,7 @@ class Branching:
 
 
 def read_branching(parsed: Sequence[Override], config_dir: Path | None) -> Branching | None:
-    """Return the branch that the overrides request, or None.
+    """Return the branch that the overrides or their preset request; None if they request none.
 
     Raises:
         ConfigError: a parent run with a preset that is not for branches, or such a preset without a parent run.
@@ -125,7 +125,10 @@ def _parsed(text: str) -> Any:
 
 
 def changed_keys(trunk: Config, branch: Config) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (parent's value, branch's value)} of differences that can affect training."""
+    """Return {key: (parent's value, branch's value)} of the differences that can affect training.
+
+    `trunk`: config of the parent run. Keys of paths, names and tracking are ignored (`NOT_CHANGES`).
+    """
     before, after = (flatten(each.model_dump(mode="json")) for each in (trunk, branch))
     return {
         key: (before.get(key), after.get(key))
@@ -137,13 +140,13 @@ def changed_keys(trunk: Config, branch: Config) -> dict[str, tuple[Any, Any]]:
 def branch_tree(
     branching: Branching, parsed: Sequence[Override], defaults: DictConfig, group_tree: GroupTree
 ) -> DictConfig:
-    """Return the parent's tree with the preset and the overrides applied, not yet resolved or checked.
+    """Return the parent run's config as a tree with preset and overrides applied, not yet resolved or checked.
 
     Args:
         branching: result of `read_branching(parsed)`.
         parsed: the overrides.
-        defaults: the tree composed without overrides, for the run's own keys.
-        group_tree: composes a group's file.
+        defaults: the tree composed without overrides, for keys that are not taken from the parent (`OWN`).
+        group_tree: returns the tree of a group's file.
 
     Raises:
         ConfigError: there is no run at the path, its config.yaml cannot be read, or an override does not fit.
@@ -190,7 +193,10 @@ def _keep_data(tree: DictConfig, before: Mapping[Any, Any], branching: Branching
 
 
 def apply_overrides(tree: DictConfig, parsed: Sequence[Override], group_tree: GroupTree) -> list[Problem]:
-    """Apply overrides to a resolved `tree` in place, whole groups first; return the problems."""
+    """Apply overrides to the resolved config `tree` in place, whole groups first; return the problems.
+
+    `group_tree` returns the tree of a group's file.
+    """
     groups = set(group_names())
     vocabulary = OmegaConf.select(tree, "model.vocab_size")
     follows = vocabulary is not None and OmegaConf.select(tree, "data.tokenizer.vocab_size") == vocabulary
@@ -208,9 +214,9 @@ def apply_overrides(tree: DictConfig, parsed: Sequence[Override], group_tree: Gr
 def _apply(tree: DictConfig, each: Override, is_group: bool, group_tree: GroupTree) -> Iterator[Problem]:
     key = each.key_or_group
     if each.is_delete():
-        yield Problem(key, "~ deletes from a composition, and this changes a run's config. Override single keys.")
+        yield Problem(key, "~ deletes keys of a composition, but this changes a run's config. Override single keys.")
     elif each.is_sweep_override():
-        yield Problem(key, "has several values, and this is the config of one run. Give one.")
+        yield Problem(key, "has several values, but this is the config of one run. Give one.")
     elif is_group and not isinstance(each.value(), dict):
         try:
             tree[key] = group_tree(key, str(each.value()))

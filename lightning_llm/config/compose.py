@@ -73,7 +73,9 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
 
 
 def read_composed(overrides: Sequence[str], config_dir: Path | None = None) -> ParsedConfig:
-    """Return the config of `compose_config` with its problems; further rules can run on its valid part.
+    """Return the config of one run as `compose_config`, but with its problems instead of raising them.
+
+    So further rules can run on the valid part, and report their problems together with these.
 
     Raises:
         ConfigError: no part is valid, or the overrides define a sweep.
@@ -94,7 +96,7 @@ def read_composed(overrides: Sequence[str], config_dir: Path | None = None) -> P
 
 
 def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[DictConfig, dict[str, str]]:
-    """Return the composed tree, unresolved and unchecked, and {group: selected file}.
+    """Return (composed config as a tree, {group: selected file}); the tree is neither resolved nor checked.
 
     Raises:
         ConfigError: the overrides do not compose.
@@ -110,7 +112,10 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> tu
 
 
 def compose_one(parsed: Sequence[Override], composer: "Composer", known: Sequence[Problem]) -> ParsedConfig:
-    """Return the config of one run; `known`: problems of arguments that are not in `parsed`."""
+    """Return the parsed config of one run, composed from the overrides `parsed`.
+
+    `known`: problems of other arguments, which are added to its problems.
+    """
     unknown = composer.unknown(parsed)
     problems = [*known, *unknown.values()]
     keys = {each.key_or_group for each in parsed}
@@ -140,7 +145,9 @@ def compose_one(parsed: Sequence[Override], composer: "Composer", known: Sequenc
 
 
 def recipe_sweep(typed: Sequence[Override], composer: "Composer") -> tuple[list[str], list[str]]:
-    """Return the preset's `hydra.sweeper.params`, without overridden ones, and `sweep.also`, of the preset or typed.
+    """Return the sweep of the selected preset: (`hydra.sweeper.params` as overrides, lines of `sweep.also`).
+
+    Parameters that `typed` overrides are omitted. Both are empty for the preset of a single run.
 
     Raises:
         ConfigError: several presets are selected, and one of them is a sweep.
@@ -217,7 +224,7 @@ class Composed(NamedTuple):
 
 
 class Composer:
-    """Composes trees from one search path, inside an initialized Hydra.
+    """Composer of config trees from the files of one search path; it needs an initialized Hydra (`open_composer`).
 
     Composition reads and merges about twenty files, which takes a tenth of a second, but the jobs of a sweep mostly
     differ in single values. Hydra applies those last, in order, to the merged files; this class does the same on a
@@ -232,26 +239,26 @@ class Composer:
         self._options: dict[str, list[str]] = {}
 
     def options(self, group: str) -> list[str]:
-        """Return the options of `group=`; empty if there is no such group."""
+        """Return the files that `group=` can select; [] if there is no such group."""
         if group not in self._options:
             self._options[group] = group_options(group, self.search)
         return self._options[group]
 
     def unknown(self, parsed: Sequence[Override]) -> dict[str, Problem]:
-        """Return {group: problem} of groups with an unknown option."""
+        """Return {group: problem} of the overrides that select a file which does not exist."""
         found = {each.key_or_group: unknown_option(each, self.options(each.key_or_group)) for each in parsed}
         return {group: problem for group, problem in found.items() if problem}
 
     def choices(self, parsed: Override) -> list[str]:
-        """Return `a=1,2` as ["a=1", "a=2"]; see `choices_of`."""
+        """Return the single overrides that a sweep override stands for: `a=1,2` as ["a=1", "a=2"]; see `choices_of`."""
         return choices_of(parsed, self.options(parsed.key_or_group))
 
     def group(self, group: str, name: str) -> Any:
-        """Return the node that `group=name` composes."""
+        """Return the tree of the group that `group=name` selects."""
         return self.tree(parse_overrides([f"{group}={name}"]))[0][group]
 
     def tree(self, parsed: Sequence[Override]) -> tuple[DictConfig, dict[str, str]]:
-        """Return the composed tree of one run, and {group: selected file}.
+        """Return (composed config of one run as a tree, {group: selected file}).
 
         Raises:
             ConfigError: a rule of `precision.modules.casts` names a recipe that it cannot use.
@@ -368,7 +375,7 @@ class Composer:
 
 @contextmanager
 def open_composer(config_dir: Path | None) -> Iterator[Composer]:
-    """Open Hydra on the shipped configs, then `config_dir`; yield a composer."""
+    """Context that initializes Hydra on the shipped files, then `config_dir`, and yields a composer for them."""
     with open_hydra(config_dir) as search:
         yield Composer(search, config_dir) if config_dir else shipped_composer()
 

@@ -1,4 +1,4 @@
-"""The config hash of a run, and the keys that may change when it resumes."""
+"""The config hash of a run, and the keys that may change when a run resumes."""
 
 import json
 import re
@@ -62,7 +62,7 @@ DATA_PATH = re.compile(r"data\.((sources\.[^.]+|tokenizer)\.path|mixture\.scores
 
 
 def is_data_path(key: str) -> bool:
-    """Return whether the dotted `key` is a path of data. `data_hash` in a run's summary identifies their content."""
+    """Return whether the dotted `key` is a path of data, whose content `data_hash` in a run's summary identifies."""
     return DATA_PATH.fullmatch(key) is not None
 
 
@@ -83,12 +83,12 @@ def in_hash(key: str) -> bool:
 
 
 def config_hash(config: Config) -> str:
-    """Return 16 hex digits over `hashed_values`."""
+    """Return the config hash, 16 hex digits: equal for configs with equal `hashed_values`."""
     return sha256(json.dumps(hashed_values(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def hashed_values(config: Config) -> dict[str, Any]:
-    """Return {dotted key: value} of the config without `NOT_IDENTITY`.
+    """Return {dotted key: value} of the keys that the config hash covers: all except `NOT_IDENTITY`.
 
     Null values are omitted, so that optional keys added later do not change hashes; so are values that reproduce the
     behavior before a key existed. Renamed keys use their first name.
@@ -103,16 +103,17 @@ def _as_hashed(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def frozen_values(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a flat config that must not change on resume, in the form that JSON restores.
+    """Return {dotted key: value} of the keys that must not change when a run resumes.
 
-    They are normalized as in `hashed_values`: keys by their first names, null omitted.
+    `flat`: a config from `flatten`. Values are as JSON restores them. As in `hashed_values`, keys have their first
+    names and null is omitted.
     """
     kept = {key: value for key, value in _as_hashed(flat).items() if not below(key, FREE_ON_RESUME)}
     return dict(json.loads(json.dumps(kept)))
 
 
 def config_digest(flat: Mapping[str, Any]) -> str:
-    """Return 32 hex digits over `frozen_values`, except paths of content that may have moved.
+    """Return a hash of `frozen_values` (32 hex digits) without paths, whose content may have moved.
 
     A release that adds a key to `FREE_ON_RESUME` must keep it in this digest, or runs of earlier releases do not
     verify.
@@ -127,7 +128,7 @@ def may_move(key: str) -> bool:
 
 
 def training_hash(config: Config) -> str:
-    """Return the `config_hash` of `config` without its observers: equal for equal training."""
+    """Return the config hash without callbacks that only observe: it is equal for equal training."""
     return config_hash(without_observers(config))
 
 
@@ -143,7 +144,7 @@ def is_observer(callback: Mapping[str, Any]) -> bool:
 
 
 def differences_on_resume(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (old, new)} of differences that are not allowed on resume."""
+    """Return {dotted key: (old value, new value)} of the differences that are not allowed when a run resumes."""
     before, after = flatten(old.model_dump()), flatten(new.model_dump())
     keys = sorted(before.keys() | after.keys())
     return {

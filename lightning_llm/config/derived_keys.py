@@ -1,4 +1,4 @@
-"""Keys derived from others, filled in during composition, so that the config has their values, not their origin.
+"""Keys derived from other keys, which are filled in during composition, so that the config has only their values.
 
 `model=from_weights` reads the model's shape and the tokenizer from weights, `data.epochs` sets `trainer.max_steps`, and
 rules of `precision.modules.casts` copy slots from a named recipe. A selected cluster resets `hardware`.
@@ -38,10 +38,10 @@ LENGTH = ("data.max_tokens", "data.sequence_length", "data.global_batch_size")
 
 
 def fill_from_weights(tree: DictConfig, typed: Collection[str] = ()) -> None:
-    """Set keys that are only given by the weights, in place, if the model of `tree` is `from_weights`.
+    """If `model=from_weights`, copy the model's shape and the tokenizer from the given weights into `tree`, in place.
 
     Keys that are set stay (e.g. another `rope_theta`). The weights' tokenizer replaces one that would be trained on the
-    data, unless one of the keys `typed` concerns tokenizers.
+    data, unless one of the keys `typed` on the command line concerns tokenizers.
 
     Raises:
         ConfigError: there are no readable weights at `model.init_from`.
@@ -184,17 +184,17 @@ def _fill(rule: DictConfig, other: dict[str, Any]) -> None:
 
 
 def give_way_to_cluster(tree: DictConfig, typed: Collection[str]) -> None:
-    """Reset `hardware` of a preset, in place, if `typed` has another cluster and no hardware."""
+    """Reset `hardware` of a preset, in place, if the command line (`typed` keys) selects a cluster but no hardware."""
     cluster = tree.get("cluster")
     if "cluster" in typed and "hardware" not in typed and isinstance(cluster, DictConfig) and "hardware" in cluster:
         tree.hardware = None
 
 
 def leave_out_observers(tree: DictConfig, parsed: Sequence[Override]) -> None:
-    """Remove a preset's arguments of default observers that the selected callbacks do not have (callbacks=none).
+    """Remove a preset's keys of default callbacks that were deselected (callbacks=none) from `tree`, in place.
 
-    Overrides stay, so that validation rejects them. So do arguments of observers that are not default (profile),
-    because the preset forgot to select them.
+    Keys of overrides stay, so that validation rejects them. So do keys of callbacks that are not default (profile),
+    because the preset forgot to select these.
     """
     typed = {".".join(each.key_or_group.split(".")[:2]) for each in parsed}
     for name in list(tree.get("callbacks") or {}):

@@ -1,4 +1,4 @@
-"""Read a run's config.yaml with overrides on top; a moved run gets the folder of its file."""
+"""Reading a run's config.yaml with overrides on top. The config of a moved run gets the folder of its file."""
 
 import os
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
     """
     tree = read_mapping(file, file.name, "It must be as its run wrote it.")
     migrate(tree)
-    place_where_it_lies(tree, file)
+    set_run_folder(tree, file)
     try:
         return _read_resolved(tree, overrides, to_build=False).checked()
     except ConfigError as error:
@@ -49,7 +49,7 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
 def read_file(file: Path, overrides: Sequence[str], config_dir: Path | None = None) -> ParsedConfig:
     """Return the config of `--config FILE` with overrides on top, and its problems.
 
-    A run's config.yaml applies to the folder that contains it (`place_where_it_lies`), unless overridden.
+    A run's config.yaml applies to the folder that contains it (`set_run_folder`), unless overridden.
 
     `group=name` replaces the whole group by that file; overrides of single keys are applied afterwards.
 
@@ -58,7 +58,7 @@ def read_file(file: Path, overrides: Sequence[str], config_dir: Path | None = No
     """
     tree = read_mapping(file, "--config", "Give a run's config.yaml.")
     migrate(tree)
-    place_where_it_lies(tree, file)
+    set_run_folder(tree, file)
     return _read_resolved(tree, overrides, config_dir, to_build=True)
 
 
@@ -92,8 +92,8 @@ def _read_resolved(
     return read_tree(tree, to_build=to_build)
 
 
-def place_where_it_lies(tree: DictConfig, file: Path) -> None:
-    """Set `run.dir` of a run's config to the folder of `file`, and `run.root` accordingly, in place.
+def set_run_folder(tree: DictConfig, file: Path) -> None:
+    """Set `run.dir` of a run's config to the folder of its `file`, and `run.root` accordingly, in place.
 
     So a folder that was moved, copied or mounted elsewhere works as the run's folder. Nothing changes if both paths are
     the same folder, or if `file` is not in a run's folder: a copied config.yaml still refers to its run.
@@ -108,7 +108,7 @@ def place_where_it_lies(tree: DictConfig, file: Path) -> None:
 
 
 def moved_from(file: Path) -> Path | None:
-    """Return the folder recorded in `file`, if it differs from the folder of `file`; else None."""
+    """Return the former folder of a run that was moved, as recorded in its config.yaml `file`; None if it was not."""
     recorded = OmegaConf.select(read_mapping(file, CONFIG), "run.dir")
     if not isinstance(recorded, str) or same_folder(file.parent, Path(recorded)):
         return None

@@ -43,7 +43,7 @@ SEVERAL_PATHS = "branch_from"
 
 
 def hydra_setting(key: str) -> str:
-    """Return the message for `key`, a setting or group of Hydra: it is not used, since Hydra only composes here."""
+    """Return the message that `key`, a setting of Hydra itself, is not used here, with its replacement, if any."""
     dotted = key.replace("/", ".")
     instead = next((text for start, text in HERE_INSTEAD.items() if f"{dotted}.".startswith(f"{start}.")), None)
     return "is a setting of Hydra that is not used here. " + (f"Use {instead}." if instead else "Omit it.")
@@ -58,13 +58,13 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
 
 def override(key: str, value: str | int | None) -> str:
-    """Return the override that sets `key` to `value`, with any characters quoted."""
+    """Return the override "key=value" with the value quoted for Hydra, whatever characters it has; None: null."""
     text = QuotedString(literal(value), Quote.single).with_quotes() if isinstance(value, str) else value
     return f"{key}={'null' if text is None else text}"
 
 
 def read_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[Problem]]:
-    """Return (valid overrides, problems of the other arguments)."""
+    """Return (parsed overrides, problems of the arguments that are not valid overrides)."""
     parsed = []
     arguments, problems = _joined(arguments)
     for word in arguments:
@@ -146,15 +146,15 @@ def _look_alikes(key: str) -> str:
 
 
 def typed_value(overrides: Sequence[str], key: str) -> str | None:
-    """Return the value that the overrides set `key` to; None if they do not set it, or sweep over it."""
+    """Return the value to which the overrides set `key`, as text; None if they do not set it, or sweep over it."""
     found = [each for each in parse_overrides(overrides) if each.key_or_group == key and not each.is_sweep_override()]
     return str(found[-1].value()) if found else None
 
 
 def choices_of(parsed: Override, options: Sequence[str]) -> list[str]:
-    """Return `a=1,2` as ["a=1", "a=2"], and any other override as a single item; a glob selects among `options`.
+    """Return the single overrides that `parsed` stands for: `a=1,2` as ["a=1", "a=2"], others as one item.
 
-    At most `MOST_JOBS` + 1 values are returned, enough to detect too many.
+    A glob selects among `options`. At most `MOST_JOBS` + 1 values are returned, enough to detect too many.
 
     Raises:
         ConfigError: the override is an interval, or has no values.

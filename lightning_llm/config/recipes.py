@@ -1,4 +1,4 @@
-"""Files of the shipped config groups and presets, and their descriptions."""
+"""Files of the config groups and presets, shipped or in `--config-dir`, and their descriptions."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,10 @@ def group_names() -> list[str]:
 
 
 def option_files(group: str, config_dir: Path | None = None) -> dict[str, Traversable]:
-    """Return {name: file} of the options of `group=`, "sub/name" in subfolders; those of `config_dir` are last."""
+    """Return {name: file} of the files that `group=NAME` can select, shipped ones first, then those of `config_dir`.
+
+    A file in a subfolder has the name "FOLDER/NAME".
+    """
     if group == "recipe":
         shipped = resources.files("lightning_llm.recipes")
     else:
@@ -40,7 +43,7 @@ def recipe_files(config_dir: Path | None = None) -> Iterator[tuple[str, Traversa
 
 
 def describe(file: Traversable) -> str:
-    """Return the first sentence of a file's leading comment; "" without a comment."""
+    """Return the description of a config file: the first sentence of its leading comment, "" without one."""
     if not file.is_file():
         return ""
     lines: list[str] = []

@@ -57,9 +57,9 @@ def redacted(text: str) -> str:
 
 
 def secret_in(text: str, known: Container[str] = ()) -> str | None:
-    """Return the secret in `text`: the name of its variable, "" for a password in a URI, or None.
+    """Return the kind of secret in `text`: the name of its environment variable, or "" for a password or token.
 
-    `known`: words that are not secret.
+    None if there is no secret. `known`: words that are not secret.
     """
     for name, value in _secrets():
         if value in text and value not in known and (len(value) >= _NO_WORD or _is_whole(value, text)):

@@ -1,4 +1,4 @@
-"""Resolve a composed or saved tree to a checked `Config` without interpolations, step laws or credentials.
+"""Resolving a composed or saved tree to a checked `Config` without interpolations, step laws or credentials.
 
 `optim.learning_rate=step_law`, `data.global_batch_size=step_law` (both optionally times a number, `step_law*0.5`) and
 `trainer.max_steps=20e9tokens` are replaced by numbers here, before anything is hashed or written.
@@ -39,7 +39,10 @@ TOKENS = re.compile(r"(?P<number>[\d.]+(?:e[+-]?\d+)?)\s*tokens", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class StepLawRequest:
-    """Requested factors of the law's learning rate and batch, and the run's `tokens`; None: the key has a number."""
+    """Use of Step Law in a config: factors of its learning rate and batch size, and the run's length in tokens.
+
+    None for a key that has a number already.
+    """
 
     rate: float | None = None
     batch: float | None = None
@@ -56,7 +59,10 @@ OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
 
 
 def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool = True) -> ParsedConfig:
-    """Resolve the tree and return it as a config; `stand_ins` and `to_build` as in `read_config`."""
+    """Return the config of a composed or saved `tree`, resolved and checked, with its problems.
+
+    `stand_ins`, `to_build`: see `validation.read_config`.
+    """
     if flat := list(_no_groups(tree)):  # other keys cannot be resolved then
         return ParsedConfig(None, tuple(flat))
     found: dict[tuple[str, ...], Problem | None] = {_path(problem.key): problem for problem in _unnamed(tree)}

@@ -77,7 +77,7 @@ def secret_problems(config: Config) -> Iterator[Problem]:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield every text in a config's value, including keys of mappings and numbers, since a secret may be digits."""
+    """Yield every text in a config value: strings, keys of mappings, numbers as text, since a secret may be digits."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, int | float) and not isinstance(value, bool):

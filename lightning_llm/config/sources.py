@@ -44,9 +44,10 @@ KINDS: Mapping[str, Registry[Any]] = {"optim": OPTIMIZERS, "schedule": SCHEDULES
 
 
 def kinds_without_file(group: str, files: Container[str]) -> dict[str, str]:
-    """Return {kind: description} of the group's registered kinds that have none of `files`.
+    """Return {kind: description} of the group's registered kinds for which there is no config file.
 
-    An installed package adds them by entry point; `GROUP.name=KIND` selects one.
+    `files`: names of the group's files. An installed package may add such kinds by entry point; `GROUP.name=KIND`
+    selects one.
     """
     if group not in KINDS:
         return {}
@@ -56,7 +57,7 @@ def kinds_without_file(group: str, files: Container[str]) -> dict[str, str]:
 
 @contextmanager
 def open_hydra(config_dir: Path | None) -> Iterator[list[str]]:
-    """Initialize Hydra on the shipped files, then `config_dir`; yield overrides of its search path.
+    """Context that initializes Hydra on the shipped files; yields overrides that add `config_dir` to its search path.
 
     Raises:
         ConfigError: `config_dir` is not a folder, or has files that Hydra would not read.
@@ -77,7 +78,7 @@ def open_hydra(config_dir: Path | None) -> Iterator[list[str]]:
 
 
 def group_options(group: str, search: Sequence[str]) -> list[str]:
-    """Return the options of `group=`, "sub/name" in subfolders; empty if there is no such group."""
+    """Return the names of the files that `group=` can select ("FOLDER/NAME" in subfolders); [] if there is no group."""
     if not group or "." in group:  # no group has a dot in its name; asking Hydra takes milliseconds
         return []
     loader = GlobalHydra.instance().config_loader()
@@ -88,7 +89,10 @@ def group_options(group: str, search: Sequence[str]) -> list[str]:
 
 
 def unknown_option(parsed: Override, options: Sequence[str]) -> Problem | None:
-    """Return the problem of an unknown option of a group; None if it is known, or not a group's option."""
+    """Return the problem of an override that selects a file which is not in `options`, the files of its group.
+
+    None if the file exists, or if the override does not select a file.
+    """
     if parsed.is_delete() or parsed.is_sweep_override() or not options:
         return None
     value, group = parsed.value(), parsed.key_or_group
@@ -193,7 +197,7 @@ def _recipe_files() -> Mapping[str, Traversable]:
 
 
 class ConfigDirSource(ConfigSource):
-    """Source of groups below one folder; raises ConfigError with the problems of a selected file."""
+    """Source of the config groups in `--config-dir`; raises ConfigError with all problems of a selected file."""
 
     @staticmethod
     def scheme() -> str:

@@ -1,4 +1,4 @@
-"""The composed jobs of a sweep: the product of all keys with several values, from overrides and preset."""
+"""The composed jobs of a sweep: the product of the values of all keys with several values, and further lines."""
 
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ from lightning_llm.config.schema.validation import ParsedConfig
 
 
 def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Config]]:
-    """Return (distinguishing overrides, config) of every job of a sweep, in run order.
+    """Return (overrides that distinguish the job, its config) for every job of a sweep, in run order.
 
     Jobs are the product of all `a=1,2`, including the preset's `hydra.sweeper.params`, followed by the product of each
     line of its `sweep.also`. Overrides replace the preset's values of the same key in both.
@@ -34,7 +34,7 @@ def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> l
 
 
 def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], ParsedConfig]]:
-    """Return the jobs of `compose_sweep`, each with its problems and the valid part of its config.
+    """Return the jobs as `compose_sweep`, but each with its problems instead of raising them.
 
     Raises:
         ConfigError: no part of a job is valid, or there are too many jobs.
@@ -53,7 +53,7 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list
 
 
 def read_sweep_keys(overrides: Sequence[str], config_dir: Path | None = None) -> SweepConfig:
-    """Return the keys below `sweep` from preset and overrides. Raises ConfigError with all problems."""
+    """Return the `sweep` keys of the preset and the overrides. Raises ConfigError with all problems."""
     with open_composer(config_dir) as composer:
         return _sweep_keys(parse_overrides(overrides), composer)
 

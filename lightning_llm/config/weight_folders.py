@@ -35,12 +35,12 @@ NOT_OF_WEIGHTS = (*NOT_SHAPE, "init", "init_std")
 
 
 def weights_path(named: str) -> Path:
-    """Return `model.init_from` as an absolute path."""
+    """Return the absolute path of weights given as `named`, e.g. in `model.init_from`; "~" is expanded."""
     return Path(named).expanduser().absolute()
 
 
 def shape_of(path: Path) -> dict[str, Any]:
-    """Return the `model` keys of the weights at `path`, `name` among them.
+    """Return the keys of the config group `model` (shape and `name`) of the weights at `path`.
 
     Raises:
         ConfigError: there are none, or their config is damaged or not supported.
@@ -113,7 +113,7 @@ def read_ids(value: Any) -> tuple[int, ...]:
 
 
 def end_of_document_of(path: Path) -> str | None:
-    """Return data.tokenizer.end_of_document for the weights at `path`; None: found by common names.
+    """Return the value of data.tokenizer.end_of_document for the weights at `path`; None: its default is right.
 
     Raises:
         ConfigError: a file cannot be read.

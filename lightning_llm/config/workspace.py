@@ -44,7 +44,10 @@ def possible_outputs() -> list[str]:
 
 
 def folders_named(word: str, root: Path) -> list[Path]:
-    """Return the folders named `word`: a path, an experiment of `root`, or else SWEEP or SWEEP/N in any experiment."""
+    """Return the existing folders that `word` names: a path, an experiment below `root`, or SWEEP or SWEEP/N there.
+
+    The first of these that exists counts; a sweep of that name may be in several experiments.
+    """
     for path in (Path(word).expanduser(), root / word):
         if path.is_dir():
             return [path]
@@ -60,7 +63,7 @@ def same_folder(one: Path, other: Path) -> bool:
 
 
 def open_config_dir(folder: Path | None) -> None:
-    """Make `_target_: config_dir.callbacks.FILE.Class` refer to classes of `folder`; None: to nothing.
+    """Let `_target_: config_dir.callbacks.FILE.Class` import classes from `folder`; None: undo an earlier call.
 
     Raises:
         ConfigError: it is not a folder.
@@ -79,18 +82,21 @@ def open_config_dir(folder: Path | None) -> None:
 
 
 def config_dir_arguments() -> list[str]:
-    """Return the arguments that open the same folder in a child process: a rank, a job of a sweep."""
+    """Return the arguments `--config-dir DIR` of the open folder, for a child process (rank, job); [] without one."""
     module = sys.modules.get(CONFIG_DIR_PACKAGE)
     return ["--config-dir", *module.__path__] if module else []
 
 
 def command(*arguments: str) -> str:
-    """Return a command of this program; `arguments` are the verb and its arguments."""
+    """Return the shell command that runs this program with `arguments`, a verb and its arguments."""
     return shlex.join([*program("lightning-llm", "lightning_llm"), *arguments])
 
 
 def program(name: str, module: str) -> list[str]:
-    """Return the shell command of the program `name` of this Python: its name if PATH leads to it, else its path."""
+    """Return how to call the program `name` of this Python installation: [name] if PATH finds it, else its path.
+
+    If it is not installed, the command that runs `module`.
+    """
     beside = Path(sys.executable).parent / name
     on_path = which(name)
     if on_path and Path(on_path).absolute() == beside.absolute():
@@ -110,15 +116,18 @@ def resume_elsewhere_command(checkpoint: Path, run_dir: Path, max_steps: int) ->
     return command("train", *config_dir_arguments(), "--config", str(run_dir.absolute() / "config.yaml"), *arguments)
 
 
-def how_to_go_on(run_dir: str | Path) -> str:
-    """Return the hint for a run that ended before its last step; "" if it had not begun."""
+def how_to_resume(run_dir: str | Path) -> str:
+    """Return a hint ("to resume: COMMAND") for a run that ended before its last step; "" if it had not begun."""
     if not (Path(run_dir) / "config.yaml").is_file():
         return ""
     return f"{'to resume' if _is_saved(run_dir) else 'to start it again'}: {resume_command(run_dir)}"
 
 
-def how_to_go_further(run_dir: str | Path, step: int) -> str:
-    """Return the hint for a run that has finished its last step, `step`; it can continue if it has a checkpoint."""
+def how_to_extend(run_dir: str | Path, step: int) -> str:
+    """Return a text that the run has finished at `step`, with the command that doubles its steps.
+
+    The command is omitted if the run has no checkpoint to continue from.
+    """
     if not _is_saved(run_dir):
         return f"{run_dir} is finished at step {step}"
     further = resume_command(run_dir, f"trainer.max_steps={2 * step}")
@@ -126,14 +135,17 @@ def how_to_go_further(run_dir: str | Path, step: int) -> str:
 
 
 def sync_command(*folders: str | Path) -> str:
-    """Return the command that uploads missing records of the runs in `folders` to MLflow, without duplicates."""
+    """Return the command that uploads data that MLflow lacks of the runs or sweeps in `folders`."""
     return command("sync", *dict.fromkeys(str(Path(folder).absolute()) for folder in folders))
 
 
 def sweep_command(
     overrides: Sequence[str], config_dir: str | Path | None = None, folder: str | Path | None = None
 ) -> str:
-    """Return the command that starts or resumes the sweep of these overrides, in `folder` if given."""
+    """Return the command that starts or resumes the sweep of these `overrides`.
+
+    `folder`: working directory in which to run it, if its overrides have relative paths.
+    """
     groups = ["--config-dir", str(config_dir)] if config_dir else []
     whole = command("train", "-m", *groups, *overrides)
     return f"{shlex.join(['cd', str(folder)])} && {whole}" if folder else whole

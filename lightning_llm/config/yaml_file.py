@@ -1,4 +1,4 @@
-"""Read a user's YAML file as a mapping, with line numbers of all errors; write a run's `config.yaml`."""
+"""Reading a user's YAML file as a mapping, with line numbers of all errors, and writing a run's `config.yaml`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
 def read_mapping(file: Path, key: str, wanted: str = "Write lines of `key: value`.") -> DictConfig:
-    """Return the mapping in `file`.
+    """Return the mapping in a YAML file.
 
     Args:
         file: UTF-8 text, with or without a byte order mark.
@@ -188,7 +188,7 @@ def config_text(config: Config) -> str:
 
 
 def literal(value: Any) -> Any:
-    """Return `value` with "${" in texts escaped, so that OmegaConf resolves them to the same texts."""
+    """Return nested data with "${" in texts escaped, so that OmegaConf does not interpolate them."""
     if isinstance(value, str):
         return INTERPOLATION.sub(lambda found: f"{found[1] * 2}\\${{", value)
     if isinstance(value, dict):
@@ -214,9 +214,9 @@ def write_config(config: Config, file: Path) -> None:
 
 @contextmanager
 def in_memory(config: Config) -> Iterator[Path]:
-    """Yield a file with `config` for child processes; it disappears with this process.
+    """Context that yields the path of a file with `config` in memory, for child processes.
 
-    The file is in memory (memfd_create(2)) and only has a path under /proc.
+    The file (memfd_create(2)) only has a path under /proc, and disappears with this process.
     """
     with os.fdopen(os.memfd_create("config.yaml"), "wb") as file:
         file.write(config_text(config).encode())

@@ -26,7 +26,7 @@ from lightning_llm.base.host_memory import give_back
 from lightning_llm.base.signals import GOES_ON, STOPPING, alarm_after, exit_code, not_ignored
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config
-from lightning_llm.config.workspace import how_to_go_on
+from lightning_llm.config.workspace import how_to_resume
 from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.process_group import leave_process_group
 from lightning_llm.plan.report import notes, origin_lines, plan_line
@@ -186,10 +186,10 @@ def report_end(error: BaseException, folder: str) -> int:
     """
     gone = next((each for each in (error, error.__cause__) if isinstance(each, FolderGoneError)), None)
     if gone is not None:
-        further = how_to_go_on(gone.now) if gone.now else ""
+        further = how_to_resume(gone.now) if gone.now else ""
         print_once("; ".join(filter(None, (f"error: {error}", further))), sys.stderr)
         return 1
-    further = how_to_go_on(folder)
+    further = how_to_resume(folder)
     if isinstance(error, StoppedBySignal):
         if error.saved_step is None and (saved := step_folders(Path(folder) / "checkpoints")):  # by an earlier session
             error = StoppedBySignal(error.number, step_of(saved[0]))

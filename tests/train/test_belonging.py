@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.integrity import seal, unseal
-from lightning_llm.config.from_file import load_config, place_where_it_lies
+from lightning_llm.config.from_file import load_config, set_run_folder
 from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.config.workspace import resume_command
 from lightning_llm.run import agreement
@@ -293,7 +293,7 @@ def test_the_root_of_runs_moves_with_them(tmp_path):
         folder.mkdir(parents=True)
         (folder / "summary.json").touch()
         tree = OmegaConf.create(recorded)
-        place_where_it_lies(tree, folder / "config.yaml")
+        set_run_folder(tree, folder / "config.yaml")
         return tree.run.root, tree.run.dir
 
     whole = tmp_path / "disk" / "experiment" / "sweep" / "3"
@@ -301,7 +301,7 @@ def test_the_root_of_runs_moves_with_them(tmp_path):
     renamed = tmp_path / "a" / "b" / "c" / "d"
     assert placed(renamed) == (str(tmp_path / "a"), str(renamed))
     tree = OmegaConf.create(recorded)
-    place_where_it_lies(tree, tmp_path / "config.yaml")  # a copy of the file alone
+    set_run_folder(tree, tmp_path / "config.yaml")  # a copy of the file alone
     assert tree == recorded
 
 

@@ -1,4 +1,7 @@
-"""Keys, values and callbacks of Lightning, Hugging Face, Megatron-LM, nanoGPT and DeepSpeed -> keys here."""
+"""Names of keys, values and callbacks in other trainers -> names here, for messages about unknown keys.
+
+Other trainers are Lightning, Hugging Face, Megatron-LM, nanoGPT and DeepSpeed.
+"""
 
 import re
 
@@ -147,10 +150,13 @@ VALUES = {
 """{group: {value in other trainers: value here}}."""
 
 
-def known_elsewhere(word: str) -> str | None:
-    """Return a hint for a key of another trainer, e.g. " Did you mean 'KEY'?"; None for any other word."""
-    word = word.lower().replace("-", "_")
-    ours = ALIASES.get(word) or TRAINER_KEYS.get(word)
+def known_elsewhere(key: str) -> str | None:
+    """Return the end of a message that names our key for `key` of another trainer: " Did you mean 'KEY'?".
+
+    None if `key` is not a key of another trainer.
+    """
+    key = key.lower().replace("-", "_")
+    ours = ALIASES.get(key) or TRAINER_KEYS.get(key)
     if ours is None:
         return None
     return f" Did you mean '{ours}'?" if KEY.fullmatch(ours) else f" Here it is {ours}."

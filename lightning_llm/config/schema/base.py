@@ -6,7 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class BrokenKeyError(Exception):
-    """A rule read a key with an invalid value, which is already reported: see `config.schema.validation`."""
+    """A rule read a key that has an invalid value, which is already reported; the rule is then skipped (`gather`)."""
 
 
 class Group(BaseModel):

@@ -34,21 +34,24 @@ SHIPPED = ("lightning", "lightning_llm")
 
 @dataclass(frozen=True)
 class SourceClass:
-    """A class statement. `module` is the module that defines it."""
+    """A class as its source text defines it: the module, and the class statement as a syntax tree."""
 
     module: str
     node: ast.ClassDef
 
     @property
     def path(self) -> str:
-        """The dotted path of the definition."""
+        """The dotted path `module.NAME` of the definition."""
         return f"{self.module}.{self.node.name}"
 
 
 def check_target(key: str, node: Any, others: Iterable[str] = ()) -> list[Problem]:
-    """Return the problems of a `{_target_: package.module.Class, argument: value, ...}` node at `key`.
+    """Return the problems of one callback in a config: its class, and the arguments that the class does not take.
 
-    `others`: names of callbacks to suggest instead.
+    Args:
+        key: its key, callbacks.NAME.
+        node: its value: {_target_: package.module.Class, argument: value, ...}, or None.
+        others: names of callbacks to suggest if `node` is not a mapping with a class.
     """
     if node is None:
         return []
@@ -78,9 +81,9 @@ def check_target(key: str, node: Any, others: Iterable[str] = ()) -> list[Proble
 
 
 def refused(target: str, lineage_paths: list[str]) -> str | None:
-    """Return why the class `target` cannot be a callback here; None if it can.
+    """Return the problem of the class `target` as a callback, as text; None if it can be one.
 
-    `lineage_paths`: paths of the definitions of the class and its bases, its own first.
+    `lineage_paths`: dotted paths of the class and its bases, its own first.
     """
     if any(path.startswith("pytorch_lightning.") for path in lineage_paths):
         return "is of the package pytorch_lightning. Use lightning.pytorch, its current name."
@@ -180,7 +183,7 @@ def metric_names(config: Config) -> list[str]:
 
 
 def monitor_problems(config: Config) -> Iterator[Problem]:
-    """Yield each EarlyStopping with a metric that is not logged; nothing if a user's callback might log it."""
+    """Yield a problem for each EarlyStopping whose metric is not logged; none if a user's callback might log it."""
     classes = {name: _lineage(node) for name, node in config.callbacks.items() if node}
     if any(paths and paths[0].partition(".")[0] not in SHIPPED for paths in classes.values()):
         return
@@ -210,7 +213,7 @@ def _lineage(node: dict[str, object]) -> list[str]:
 
 
 def find_class(path: str) -> SourceClass | None:
-    """Return the class at the dotted `path`, following re-exports; None if the source text has none.
+    """Return the class at the dotted `path` from source text, following re-exports; None if its module has none.
 
     Raises:
         ModuleNotFoundError: there is no such module.
@@ -231,7 +234,7 @@ def lineage(found: SourceClass) -> Iterator[SourceClass]:
 
 
 def names_in(module: str) -> list[str]:
-    """Return the classes that `module` defines or imports by name. Raises ModuleNotFoundError."""
+    """Return the names of the classes that `module` defines or imports. Raises ModuleNotFoundError."""
     tree = _tree(module)
     found = [each.name for each in _statements(tree) if isinstance(each, ast.ClassDef)]
     return found + [name for name in _imports(module) if name[0].isupper()]

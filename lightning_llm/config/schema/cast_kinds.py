@@ -22,9 +22,9 @@ REGISTRIES: tuple[Registry[Any], ...] = (SCALES, ROUNDINGS, TRANSFORMS, GRADIENT
 
 
 class ScaleKind(Group):
-    """Base class of scales. A scale takes the elements of a block into the range of the number format.
+    """Base class of scales: factors that take the elements of a block into the range of the number format.
 
-    The attributes describe the kind to code that never computes a scale.
+    The attributes describe the kind for code that does not compute scales, such as the planner.
     """
 
     meaning: ClassVar[str]
@@ -101,9 +101,10 @@ class RoundingKind(Group):
     name: str = Field(description="a registered rounding")
 
     def whole(self, steps: Any, fmt: NumberFormat, noise: Any) -> Any:
-        """Return `steps`, magnitudes counted in steps of their binade (fp32 tensor), rounded to whole numbers.
+        """Return `steps` rounded to integers.
 
-        `noise`: uniform in [0, 1), fp32, same shape, if the kind `draws`.
+        `steps`: magnitudes divided by the spacing of the format's numbers around them, an fp32 tensor. `noise`: random
+        numbers in [0, 1), fp32 of the same shape, if the kind `draws`.
         """
         raise NotImplementedError
 
@@ -113,7 +114,10 @@ class RoundingKind(Group):
 
 
 class TransformKind(Group):
-    """Base class of transforms: an orthogonal matrix of groups along the contraction axis of both operands."""
+    """Base class of transforms: multiplication of both operands by an orthogonal matrix along the contraction axis.
+
+    The matrix is applied to groups of `size` elements.
+    """
 
     meaning: ClassVar[str]
     """The matrix in a few words."""

@@ -58,7 +58,10 @@ def _block(value: Any) -> Any:
 
 
 def block_size(block: str) -> tuple[int, int] | None:
-    """Return the elements of a block across and along the contraction axis, 0 for all along it; None: whole tensor."""
+    """Return the size of a block as (elements across, elements along the contraction axis): (1, 32) of "1x32".
+
+    0 elements along the axis mean all of them ("row"). None for "tensor".
+    """
     if block == "tensor":
         return None
     if block == "row":
@@ -108,7 +111,7 @@ class HadamardConfig(Group):
 
     @property
     def transform_kind(self) -> TransformKind:
-        """The kind of the matrix: its declaration and its function."""
+        """The registered kind `transform`, which declares and computes the matrix."""
         return TRANSFORMS.instance(self.transform)
 
     def padded(self, length: int) -> int:
@@ -217,17 +220,17 @@ class CastConfig(Group):
 
     @property
     def scale_kind(self) -> ScaleKind:
-        """The kind of the scale: its declaration and its function."""
+        """The registered kind `scale`, which declares and computes scales."""
         return SCALES.instance(self.scale)
 
     @property
     def rounding_kind(self) -> RoundingKind:
-        """The kind of the rounding: its declaration and its function."""
+        """The registered kind `rounding`, which declares and computes the rounding."""
         return ROUNDINGS.instance(self.rounding)
 
     @property
     def gradient_kind(self) -> GradientKind:
-        """The rule of the gradient: its declaration and its function."""
+        """The registered gradient rule, which declares and computes the derivative of the cast."""
         return GRADIENTS.instance("clip_mask" if self.clip_gradient else self.gradient)
 
     @property
@@ -258,7 +261,7 @@ class CastConfig(Group):
 
     @property
     def block_size(self) -> tuple[int, int] | None:
-        """Elements of a block across and along the contraction axis, 0 for all along it; None: the whole tensor."""
+        """Size of a block: (elements across, elements along the contraction axis), see `block_size`."""
         return block_size(self.block)
 
     @property

@@ -27,12 +27,15 @@ from lightning_llm.config.schema.base import (
 
 
 class SourceConfig(Group):
-    """Base class of loaders, one source of documents: shared keys, and the methods that the data pipeline calls."""
+    """Base class of loaders; its config is one source of documents (`data.sources.NAME`).
+
+    It has the keys that all loaders share, and the methods that the data pipeline calls.
+    """
 
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of the files that it reads, in lower case."""
+    """Suffixes of the files that the loader reads, in lower case."""
     tokenised: ClassVar[bool] = False
-    """Whether its documents are token ids already."""
+    """True if the files contain token ids instead of text."""
 
     loader: str = Field(description="a registered loader, which reads the documents")
     weight: NonNegativeFloat = Field(
@@ -116,7 +119,10 @@ class TokenSourceConfig(SourceConfig):
 
 
 class Pace(NamedTuple):
-    """An epoch in stream order: `blocks` segments, each shuffled; `falling`: from the end to the start."""
+    """Order of an epoch along a source's stream: `blocks` consecutive parts, each shuffled.
+
+    `falling`: from the end of the stream to its start.
+    """
 
     blocks: int
     falling: bool = False
@@ -126,16 +132,16 @@ class MixtureConfig(Group):
     """Base class of mixtures: a pure function from a sample's index to its source, without state to resume."""
 
     shares_by_tokens: ClassVar[bool] = False
-    """Whether sources have shares by their tokens, once documents are chosen, instead of weights."""
+    """True if a source's share is its number of chosen tokens instead of its weight."""
 
     chooses_documents: ClassVar[bool] = False
-    """Whether `chooser` selects and orders the documents of the training streams."""
+    """True if `chooser` selects and orders the documents of the training streams."""
 
     kind: str = Field(description="a registered mixture")
 
     @property
     def pace(self) -> Pace | None:
-        """Order of an epoch through a source's stream; None: shuffled as a whole."""
+        """Order of an epoch along a source's stream; None: windows are shuffled over the whole stream."""
         return None
 
     def paced_steps(self, max_steps: int | None) -> int | None:
@@ -144,11 +150,11 @@ class MixtureConfig(Group):
 
     @property
     def follows_max_steps(self) -> bool:
-        """Whether the samples of a step depend on the length of the run."""
+        """True if the samples of a step depend on the length of the run (trainer.max_steps)."""
         return False
 
     def problems(self, key: str, weights: Mapping[str, float]) -> Iterable[Problem]:
-        """Return its problems at `key` for sources with `weights`, without validation-only sources."""
+        """Return the problems of the mixture at `key` (data.mixture) for training sources with these `weights`."""
         raise NotImplementedError
 
     def drawn(self, weights: Mapping[str, float]) -> tuple[str, ...]:
@@ -159,11 +165,11 @@ class MixtureConfig(Group):
         return tuple(weights)
 
     def identity(self) -> Any:
-        """Return JSON data that identifies its samples; None if the weights alone determine them."""
+        """Return JSON data that identifies the samples it draws; None if the weights alone determine them."""
         return self.model_dump()
 
     def chooser(self) -> Any:
-        """Return the `data.opening.Chooser` of training documents; None to use each document once, in order."""
+        """Return the `data.opening.Chooser` of training documents; None: each document is used once, in order."""
         return None
 
     def build(self, weights: Mapping[str, float], step_samples: int, max_steps: int | None) -> Any:
@@ -188,12 +194,12 @@ MIXTURES: Registry[MixtureConfig] = Registry(
 
 
 def loader_of(name: str) -> str | None:
-    """Return the loader for a file of this name; None if the suffix is unknown."""
+    """Return the name of the loader that reads a file called `name`, by its suffix; None if no loader does."""
     return next((loader for loader in LOADERS if name.lower().endswith(LOADERS[loader].suffixes)), None)
 
 
 class TokenizerConfig(Group):
-    """The tokenizer."""
+    """`data.tokenizer`: the tokenizer, trained on the corpus or given as a file."""
 
     kind: Literal["bpe", "file", "bytes"] = Field(
         "bpe",
@@ -207,7 +213,7 @@ class TokenizerConfig(Group):
 
 
 class ValidationConfig(Group):
-    """Documents held out of training, per source."""
+    """`data.validation`: documents of each source that are held out of training, and how many are scored."""
 
     fraction: Fraction = Field(0.02, description="share of each source's documents that is held out")
     sequences: PositiveInt = Field(
@@ -219,7 +225,7 @@ class ValidationConfig(Group):
 
 
 class DataConfig(Group):
-    """A mix of sources and its batches. Gradient accumulation follows from the batch sizes."""
+    """`data`: a mix of sources, and its batches. Gradient accumulation follows from the batch sizes."""
 
     name: str = Field(description="name of its file, or your own")
     sources: dict[str, Annotated[SourceConfig, LOADERS]] = Field(
@@ -295,15 +301,15 @@ class UnscorableError(Exception):
 
 
 class ScorerConfig(Group):
-    """Base class of scorers."""
+    """Base class of scorers, which compute a score of each document (`prepare --score`)."""
 
     measures: ClassVar[Measure]
-    """The property that its numbers measure."""
+    """The property that its scores measure."""
 
     kind: str = Field(description="a registered scorer")
 
     def problems(self, key: str) -> Iterable[Problem]:
-        """Return why it cannot run here, such as a missing library."""
+        """Return the problems at `key` that prevent it from running here, such as a missing library."""
         return ()
 
     def score(self, texts: Sequence[str]) -> tuple[Any, Any]:

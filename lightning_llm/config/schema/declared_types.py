@@ -1,4 +1,4 @@
-"""Declared types, choices and subkeys of a key, read from pydantic's fields."""
+"""Declared types, choices and subkeys of a config key, read from pydantic's fields."""
 
 import operator
 from collections.abc import Iterator, Sequence
@@ -15,18 +15,18 @@ AnyMark = TypeVar("AnyMark")
 
 
 def takes_text(key: str) -> bool:
-    """Return whether the value at the dotted `key` may be text: a name, a path, an address, a tag."""
+    """Return whether the value of the dotted `key` may be text: a name, a path, an address, a tag."""
     return str in map(_plain, _alternatives(annotation_at(key.split("."))))
 
 
 def fields_at(location: list[str]) -> dict[str, bool]:
-    """Return {key: has subkeys} for the group at `location`."""
+    """Return {key: whether it has subkeys} for the keys below `location`, e.g. ["data", "tokenizer"]."""
     groups = groups_of(annotation_at(location))
     return {name: _has_keys(declared) for group in groups for name, declared in _declared(group).items()}
 
 
 def choices_at(key: str) -> list[str]:
-    """Return the allowed values of the dotted `key`, if it is a choice."""
+    """Return the allowed values of the dotted `key` as texts; [] if it is not a choice."""
     options = _alternatives(annotation_at(key.split(".")))
     found = [value for each in options if get_origin(each) is Literal for value in get_args(each)]
     found += [value for each in options if each is bool for value in ("true", "false")]
@@ -66,7 +66,7 @@ def _marks(annotation: Any, kind: type[AnyMark]) -> list[AnyMark]:
 
 
 def registry_in(annotation: Any) -> Registry[Any] | None:
-    """Return the registry of kinds that `annotation` accepts; None if there is none."""
+    """Return the registry of kinds that a value of type `annotation` may be; None if it is not such a type."""
     return next((mark for each in _alternatives(annotation) for mark in _marks(each, Registry)), None)
 
 
@@ -75,12 +75,12 @@ def _has_keys(annotation: Any) -> bool:
 
 
 def keys_of(location: Sequence[Any]) -> tuple[Any, ...]:
-    """Return pydantic's `location` without the names of kinds, which it adds after their keys."""
+    """Return the config keys in the location of a pydantic error, which also has the names of kinds."""
     return _walk(location)[0]
 
 
 def group_at(location: Sequence[Any]) -> type[BaseModel] | None:
-    """Return the schema class at pydantic's `location`, the kind's if one is named."""
+    """Return the schema class at the location of a pydantic error: that of the kind, if the location names one."""
     return next(iter(groups_of(_walk(location)[1])), None)
 
 
@@ -126,7 +126,7 @@ def item_of(annotation: Any) -> Any:
 
 
 def groups_of(annotation: Any) -> list[type[BaseModel]]:
-    """Return the schema classes in `annotation`: X of "X" or "X | None", or all kinds of a registry."""
+    """Return the schema classes that a value of type `annotation` may have: X of "X | None", or all kinds."""
     registry = registry_in(annotation)
     if registry is not None:
         return [registry[name] for name in registry]
@@ -135,7 +135,7 @@ def groups_of(annotation: Any) -> list[type[BaseModel]]:
 
 
 def all_keys(group: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield all dotted keys in and below `group`, with `prefix`."""
+    """Yield the dotted keys in and below the schema class `group`, each with `prefix` in front."""
     for name, declared in _declared(group).items():
         yield prefix + name
         for child in groups_of(declared):

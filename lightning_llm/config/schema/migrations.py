@@ -22,7 +22,7 @@ _FIRST_NAMES = {now: before for before, now in RENAMED.items()}
 
 
 def first_name(key: str) -> str:
-    """Return the first name of the dotted `key`."""
+    """Return the name that the dotted `key` had in its first release; `key` itself if it was never renamed."""
     return _FIRST_NAMES.get(key, key)
 
 

@@ -73,7 +73,7 @@ class RopeScaling(Group):
 
     @property
     def name(self) -> str:
-        """The kind, with the default filled in."""
+        """The kind; llama3 if it is null."""
         return self.kind or "llama3"
 
     @model_validator(mode="after")

@@ -38,7 +38,7 @@ class WgradSlots(Group):
 
 
 def given_slots(fprop: FpropSlots | None, dgrad: DgradSlots | None, wgrad: WgradSlots | None) -> dict[str, CastConfig]:
-    """Return {dotted slot: cast} of the slots that are set."""
+    """Return {dotted slot: cast}, e.g. {"fprop.x": cast}, of the slots that are set in these three GEMMs."""
     parts = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
     named = {f"{gemm}.{operand}": getattr(parts[gemm], operand, None) for gemm, operand in SLOTS}
     return {slot: cast for slot, cast in named.items() if cast is not None}
@@ -64,13 +64,13 @@ class CastRule(Group):
     wgrad: WgradSlots | None = None
 
     def given(self) -> dict[str, CastConfig]:
-        """Return {dotted slot: cast} that the rule sets; other slots keep the recipe's casts."""
+        """Return {dotted slot: cast} of the slots that the rule sets; other slots keep the recipe's casts."""
         if self.high:
             return {f"{gemm}.{operand}": UNQUANTIZED for gemm, operand in SLOTS}
         return given_slots(self.fprop, self.dgrad, self.wgrad)
 
     def with_slots(self, slots: Mapping[str, CastConfig]) -> "CastRule":
-        """Return the rule with `slots` (by dotted name) in place of its own."""
+        """Return a copy of the rule in which `slots`, {dotted slot: cast}, replace its own."""
         its = self.given() | dict(slots)
         fprop = FpropSlots(x=its.get("fprop.x"), w=its.get("fprop.w"))
         dgrad = DgradSlots(dy=its.get("dgrad.dy"), w=its.get("dgrad.w"))
@@ -178,5 +178,5 @@ class PhaseConfig(Group):
         return self
 
     def given(self) -> dict[str, CastConfig]:
-        """Return {dotted slot: cast} that the phase sets."""
+        """Return {dotted slot: cast} of the slots that the phase sets."""
         return given_slots(self.fprop, self.dgrad, self.wgrad)

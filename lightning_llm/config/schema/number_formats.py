@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """One number format: fields in bits, largest number, source, and hardware names.
+    """A number format of quantized operands: its fields in bits, largest number, source, and hardware names.
 
     `specials`: codes that are not numbers. "none": NaN is cast to `max`. "nan": all ones is NaN (the FN formats of
     arXiv 2209.05433). "ieee": the highest exponent is Inf or NaN. `integer`: codes are two's complement, not sign and
@@ -56,7 +56,10 @@ class NumberFormat:
 
     @property
     def largest_fraction(self) -> float:
-        """`max` over the next power of two: after scaling to that power, larger magnitudes are clipped."""
+        """`max` divided by the next power of two above it.
+
+        If a scale takes the largest element to at most that power of two, elements above this fraction of it clip.
+        """
         return self.max / 2.0 ** (self.max_exponent + 1)
 
     def value(self, code: int) -> float:

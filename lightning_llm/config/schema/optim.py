@@ -66,7 +66,7 @@ class OptimConfig(Group):
 
     @property
     def takes_adamw_rates(self) -> bool:
-        """Whether it works with AdamW's learning rates, which Step Law predicts."""
+        """True if it works with AdamW's learning rates, which Step Law predicts."""
         return False
 
     def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
@@ -77,11 +77,14 @@ class OptimConfig(Group):
         raise NotImplementedError
 
     def exchanged_bytes(self, shard: ParameterShard) -> int:
-        """Return the bytes sent for `shard` to the rank that updates the whole matrix; 0 if none does."""
+        """Return the bytes that a rank sends for `shard` to the rank that updates the whole matrix.
+
+        0 if each rank updates its own shard.
+        """
         return 0
 
     def shard_problem(self, columns: int, parts: int) -> str | None:
-        """Return why rows of `columns` elements cannot be split into `parts`, as the end of a sentence, or None."""
+        """Return why rows of `columns` elements cannot be split into `parts`, as the end of a sentence; None if fine."""
         return None
 
     def build(self, parameters: Iterable[tuple[str, Any]], on_whole: Any) -> Any:
@@ -134,7 +137,7 @@ class ScheduleConfig(Group):
         return self.final_factor
 
     def relative_to(self, learning_rate: float) -> Self:
-        """Return the schedule with `final_learning_rate` converted to a factor of the peak."""
+        """Return the schedule with `final_learning_rate` converted to `final_factor`, given the peak learning rate."""
         if self.final_learning_rate is None:
             return self
         factor = self.final_learning_rate / (learning_rate * self.peak)

@@ -220,7 +220,7 @@ class LauncherConfig(Group):
     )
 
     def idle_keys(self) -> dict[str, str]:
-        """Return {key: launchers that use it} of keys that are set but not used by this launcher."""
+        """Return {key: launchers that read it} of the keys that are set, but that this launcher does not read."""
         effective = {"address": "ray", **dict.fromkeys(("timeout_minutes", *OF_EITHER), "slurm or ray")}
         effective |= dict.fromkeys(OF_SLURM, "slurm")
         fields = type(self).model_fields

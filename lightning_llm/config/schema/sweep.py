@@ -27,10 +27,10 @@ MOST_PERCENT = 50.0
 """Largest margin in tokens."""
 
 
-def _margin(word: Any) -> float | str:
+def _margin(margin: Any) -> float | str:
     """Return a validated margin: a number of nats, or a text such as "2%". Raises ValueError."""
-    nats, share = read_margin(word)
-    return nats if share is None else str(word).strip()
+    nats, share = read_margin(margin)
+    return nats if share is None else str(margin).strip()
 
 
 class SweepConfig(Group):
@@ -103,7 +103,7 @@ class SweepConfig(Group):
 
     @property
     def kind(self) -> str | None:
-        """The override that makes it more than a product of values; None for a plain product."""
+        """The override that makes it more than a product of values, e.g. "sweep.search=optuna"; None for a product."""
         if self.search is not None:
             return f"sweep.search={self.search}"
         return None if self.until is None else f"sweep.until={self.until}"
@@ -115,14 +115,14 @@ class SweepConfig(Group):
 
     @property
     def looks_within_budget(self) -> tuple[int, ...]:
-        """The looks up to the budget, the last one at the budget."""
+        """The declared looks (numbers of seeds) up to the budget `max_seeds`, the last one at the budget."""
         if self.max_seeds is None:
             return self.looks
         return (*(look for look in self.looks if look < self.max_seeds), self.max_seeds)
 
 
 def read_sweep_keys(values: Any) -> SweepConfig:
-    """Return the validated keys below `sweep`. Raises ConfigError with all problems."""
+    """Return `values`, the mapping below `sweep`, as validated keys. Raises ConfigError with all problems."""
     try:
         keys = SweepConfig.model_validate(values)
     except ValidationError as error:
@@ -167,16 +167,16 @@ def _problem(details: Any) -> Problem:
     return problem_of({**details, "loc": location})
 
 
-def read_margin(word: str | float) -> tuple[float, float | None]:
-    """Return (nats, None) of 0.01 or "0.01", and (NaN, 0.02) of "2%".
+def read_margin(margin: str | float) -> tuple[float, float | None]:
+    """Return a margin as (nats, share of extra tokens): (0.01, None) of 0.01 or "0.01", (NaN, 0.02) of "2%".
 
     Raises:
         ValueError: it is neither.
     """
-    text = str(word).strip()
+    text = str(margin).strip()
     in_tokens = text.endswith("%")
     try:
-        value = math.nan if isinstance(word, bool) else float(text.removesuffix("%"))
+        value = math.nan if isinstance(margin, bool) else float(text.removesuffix("%"))
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:

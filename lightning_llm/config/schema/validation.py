@@ -63,7 +63,7 @@ class ParsedConfig:
     problems: tuple[Problem, ...] = ()
 
     def checked(self) -> Config:
-        """Return the config. Raises ConfigError with all problems."""
+        """Return the config if it has no problem. Raises ConfigError with all problems."""
         if self.problems or self.config is None:
             raise ConfigError(self.problems)
         return self.config
@@ -117,7 +117,7 @@ def read_config(
 
 
 def gather(rules: Iterable[Rule]) -> list[Problem]:
-    """Return the problems of all rules without duplicates; a rule that reads an invalid key is skipped."""
+    """Run all rules and return their problems without duplicates; a rule that reads an invalid key is skipped."""
     found: dict[Problem, None] = {}
     for rule in rules:
         try:
@@ -129,10 +129,10 @@ def gather(rules: Iterable[Rule]) -> list[Problem]:
 
 
 def sound_part(values: Mapping[str, Any], broken: Collection[tuple[str, ...]]) -> Config | None:
-    """Return `values` as a `Config` without the fields at the paths in `broken`: reading one raises BrokenKeyError.
+    """Return the valid part of a config: `values` without the keys in `broken`; None if the rest is not valid.
 
-    Only the first two keys of a path count: an invalid `data.sources.code.weight` removes `data.sources`. Unknown keys
-    must have been removed before. Returns None if the rest is not a valid config.
+    Reading a removed key raises BrokenKeyError. Only the first two keys of a path count: an invalid
+    `data.sources.code.weight` removes `data.sources`. `values` must not have unknown keys.
     """
     whole = {path[0] for path in broken if len(path) == 1}
     inner: dict[str, set[str]] = defaultdict(set)
@@ -183,7 +183,7 @@ def _remove(values: Any, location: Sequence[Any]) -> None:
 
 
 def problem_of(details: Any) -> Problem:
-    """Return the problem for one of pydantic's `ErrorDetails`, with the key, the value and a remedy."""
+    """Return a pydantic error (`ErrorDetails`) as a problem for users, with the key, the value and a remedy."""
     location = [str(part) for part in keys_of(details["loc"])]
     key, kind = ".".join(location), details["type"]
     if kind == "extra_forbidden":

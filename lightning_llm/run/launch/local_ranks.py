@@ -18,7 +18,7 @@ from lightning_llm.base.errors import CallbackFailedError
 from lightning_llm.base.imports import slow_imports
 from lightning_llm.base.signals import STOPPED_CODES, exit_code, not_ignored
 from lightning_llm.config.schema import Config
-from lightning_llm.config.workspace import config_dir_arguments, how_to_go_on
+from lightning_llm.config.workspace import config_dir_arguments, how_to_resume
 from lightning_llm.config.yaml_file import in_memory
 from lightning_llm.run.launch.lock import lock_run
 from lightning_llm.run.launch.torch_agent import (
@@ -95,7 +95,7 @@ def ended_by_signal(number: int, folder: Path) -> ExitStatus:
         text = f"error: the ranks did not save within {SAVE_SECONDS} s after the signal and were killed"
         print(text, file=sys.stderr)
         mark_failed(folder, f"killed {SAVE_SECONDS} s after a signal, before its state was saved")
-        print(how_to_go_on(folder), file=sys.stderr)
+        print(how_to_resume(folder), file=sys.stderr)
         return ExitStatus(1)
     return ExitStatus(exit_code(number))
 
@@ -144,7 +144,7 @@ def ended_by_failure(error: Any, folder: Path, timeout_seconds: float) -> ExitSt
         detail = f"{silent_text(silent, timeout_seconds)}; {detail}"  # NCCL's watchdog ended the ranks before that
     print(f"error: {detail}", file=sys.stderr)
     mark_failed(folder, detail)
-    if hint := how_to_go_on(folder):
+    if hint := how_to_resume(folder):
         print(hint, file=sys.stderr)
     return ExitStatus(1, None if message_of(failure).startswith(CallbackFailedError.__name__) else detail)
 

@@ -22,7 +22,7 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.imports import slow_imports
 from lightning_llm.base.signals import exit_code
 from lightning_llm.config.schema import Config
-from lightning_llm.config.workspace import config_dir_arguments, how_to_go_on
+from lightning_llm.config.workspace import config_dir_arguments, how_to_resume
 from lightning_llm.config.yaml_file import config_text
 from lightning_llm.run.launch.local_ranks import (
     SAVE_SECONDS,
@@ -235,7 +235,7 @@ def _first_line(error: Exception) -> str:
 def _lost(detail: str, folder: Path) -> ExitStatus:
     print(f"error: {detail}", file=sys.stderr)
     mark_failed(folder, detail)
-    if hint := how_to_go_on(folder):
+    if hint := how_to_resume(folder):
         print(hint, file=sys.stderr)
     return ExitStatus(1, detail)
 

@@ -8,7 +8,7 @@ from lightning_llm.config.branching import changed_keys
 from lightning_llm.config.config_hash import below, differences_on_resume, is_data_path
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema import Config
-from lightning_llm.config.workspace import how_to_go_further, same_folder
+from lightning_llm.config.workspace import how_to_extend, same_folder
 from lightning_llm.run.resume.own_checkpoints import (
     POLICY,
     changed_since,
@@ -77,7 +77,7 @@ class Start:
                 f"{config.run.dir} is finished at step {self.step} of {config.trainer.max_steps}: {self.ended}. "
                 "To continue, remove or reconfigure that callback"
             )
-        return how_to_go_further(config.run.dir, self.step)
+        return how_to_extend(config.run.dir, self.step)
 
 
 def sizes_alone(checkpoint: Checkpoint) -> list[Damage]:
