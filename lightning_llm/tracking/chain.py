@@ -17,7 +17,10 @@ RECORDS = "records"
 
 @dataclass(frozen=True)
 class ChainHead:
-    """Head of the chain after `lines` lines. Steps up to `unverified_steps` were written by an earlier release."""
+    """Head of the chain: its digest after `lines` lines.
+
+    Steps up to `unverified_steps` were written by an earlier release, without a chain.
+    """
 
     lines: int = 0
     digest: bytes = bytes(DIGEST_BYTES)
@@ -37,7 +40,7 @@ class ChainHead:
         return head
 
     def as_data(self) -> dict[str, Any]:
-        """Return the head as JSON data."""
+        """Return the head as JSON data, for a summary or a manifest."""
         unverified = {"unverified_steps": self.unverified_steps} if self.unverified_steps else {}
         return {"lines": self.lines, "chain": self.digest.hex(), **unverified}
 
@@ -53,9 +56,10 @@ class ChainHead:
         return head
 
     def problem(self, found: "ChainHead", where: str = "") -> str | None:
-        """Return how `found`, read from a file, contradicts this head, or None. The text continues a sentence.
+        """Return the problem of a file with the head `found` if this recorded head differs; None if they agree.
 
-        `where`: the part of the file that was read, such as " up to step 4".
+        The text continues a sentence that begins with the file's name. `where`: the part of the file that was read,
+        such as " up to step 4".
         """
         if found.lines != self.lines:
             return f"has {_count(found.lines)}{where}, but {self.lines} were written: lines were added or lost"
@@ -65,14 +69,14 @@ class ChainHead:
 
 
 class RecordChain:
-    """Head of a growing file, now and before the newest step, because the newest step may be discarded."""
+    """Chain of a growing `metrics.jsonl`: its head now, and before the newest step, which may be discarded."""
 
     def __init__(self, head: ChainHead | None = None):
         self.head = self._before = head or ChainHead()
         self._step: int | None = None
 
     def add(self, step: int, line: bytes) -> None:
-        """Add the written line of one record of `step`."""
+        """Add `line`, the written record of `step`, to the chain."""
         if step != self._step:
             self._before, self._step = self.head, step
         self.head = self.head.after(line)

@@ -21,7 +21,10 @@ Metrics = dict[str, dict[str, Any]]
 
 
 def read_evaluations(folder: Path) -> dict[int, Metrics]:
-    """Return the metrics in a run's folder by ascending step. Raises ValueError with the name of a damaged file."""
+    """Return {step: metrics} of the evaluations in a run's folder, by ascending step.
+
+    Raises ValueError with the name of a damaged file.
+    """
     found: dict[int, Metrics] = {}
     for file in (folder / FOLDER).glob("step=*.json"):
         try:
@@ -35,9 +38,9 @@ def read_evaluations(folder: Path) -> dict[int, Metrics]:
 
 
 def comparable(evaluations: Mapping[int, Metrics], data: Mapping[str, Any] | None = None) -> dict[int, Metrics]:
-    """Return `evaluations` without values measured on other data than `data`, {metric: its "of"}.
+    """Return `evaluations` ({step: metrics}) with only those values of a metric that were measured on the same data.
 
-    Default: the data of each metric's newest step. Checkpoints that were deleted may have values of other data.
+    `data`: {metric: identity of its data ("of")}; default: that of each metric's newest step.
     """
     wanted = {name: each.get("of") for _, its in sorted(evaluations.items()) for name, each in its.items()}
     wanted |= data or {}
@@ -87,7 +90,7 @@ def record_evaluation(
 
 
 def recorded_requests(folder: Path, step: int) -> dict[str, list[str]]:
-    """Return {digest of a request: its metrics} of the requests that were evaluated at `step`."""
+    """Return {digest of a request: names of its metrics} of the requests that were completely evaluated at `step`."""
     file = folder / FOLDER / f"step={step}.json"
     found = json.loads(file.read_text(encoding="utf-8")).get("requests") if file.is_file() else None
     return {str(each): list(names) for each, names in found.items()} if isinstance(found, dict) else {}

@@ -84,7 +84,7 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 def number_of(record: Record, key: str, default: float = math.nan) -> float:
-    """Return the number at `key` as a float, or `default`. Raises ValueError if it is not a number."""
+    """Return the number at `key` of a record as a float; `default` if it is missing. Raises ValueError for others."""
     value = record.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"'{key}' at step {record['step']} is not a number: {str(value)[:40]!r}")
@@ -137,10 +137,14 @@ def cut_back(path: Path, step: int, first: Callable[[], None] | None = None) -> 
 def damaged_record(
     path: Path, step: int, begun_at_step: int, or_earlier: bool = False, written: ChainHead | None = None
 ) -> str | None:
-    """Return a description of the damage of the records up to `step` in `path`; None if there is none.
+    """Return how the records up to `step` in `path` are damaged, as text; None if they are complete and unchanged.
 
-    Every training step after `begun_at_step` must have a record; with `or_earlier`, records may also start before it.
-    `written`: the head of their hash chain, if known.
+    Args:
+        path: a run's `metrics.jsonl`.
+        step: last step to check.
+        begun_at_step: step after which every training step must have a record.
+        or_earlier: whether records may also start before that step.
+        written: recorded head of the hash chain, if known.
     """
     steps: list[int] = []
     head = ChainHead()
@@ -167,12 +171,15 @@ def chain_of(path: Path) -> ChainHead:
 
 
 def sealed_records(head: ChainHead, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `RECORDS` for the summary of a run that has ended: the chain's head, digests of facts and end."""
+    """Return the value of `RECORDS` for the summary of a run that has ended: the chain's `head`, and digests of facts.
+
+    `summary`: the rest of the summary, with the facts (`FACTS`, `END`).
+    """
     return {**head.as_data(), "facts": facts_digest(summary), "end": facts_digest(summary, END)}
 
 
 def facts_digest(summary: Mapping[str, Any], keys: Sequence[str] = FACTS) -> str:
-    """Return a digest (32 hex digits) of `keys` of a summary."""
+    """Return a digest (32 hex digits) of the values at `keys` of a summary."""
     facts = _safe({key: summary[key] for key in keys if key in summary})
     return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
@@ -189,7 +196,7 @@ def steps_in_words(steps: Sequence[int]) -> str:
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """Return the `summary.json` of a run's folder, {} if there is none. Raises ValueError if it is damaged."""
+    """Return the content of a run's `summary.json`; {} if there is none. Raises ValueError if it is damaged."""
     file = folder / "summary.json"
     if not file.exists():
         return {}
@@ -264,7 +271,7 @@ def _safe(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each complete line of `path` with its record, as `read_records` does."""
+    """Yield (line, record) of each complete line of `path`; see `read_records`."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -281,9 +288,9 @@ TOKENIZER_DIGEST = "tokenizer_digest"
 
 
 def tokenizer_problem(folder: Path) -> str | None:
-    """Return how tokenizer.json differs from its digest, or None, also if no digest is known.
+    """Return the problem of a run's tokenizer.json if it does not have its recorded digest; None if it does.
 
-    The text continues a sentence.
+    None also if no digest was recorded. The text continues a sentence that begins with the file's name.
 
     Raises:
         ValueError: the summary is damaged.
@@ -293,7 +300,7 @@ def tokenizer_problem(folder: Path) -> str | None:
 
 
 def run_tokenizer(folder: Path) -> Path | None:
-    """Return the run's tokenizer.json, or None if it never had one.
+    """Return the path of a run's tokenizer.json; None if the run never had one.
 
     Raises:
         ConfigError: it is missing or differs from the one that the run was trained with.

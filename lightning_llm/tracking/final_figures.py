@@ -13,7 +13,7 @@ SMOOTHING_SHARE = 0.02
 
 
 def final_figures(records: Iterable[Record]) -> dict[str, Any]:
-    """Return the final figures for comparing runs. Keys without a measurement are absent.
+    """Return the figures of a run for `summary.json`, from its `records`. Keys without a measurement are absent.
 
     Medians, `data_wait_share` (share of the steps' time spent waiting for batches) and `step_jitter` (95th percentile
     of the step time over the median, minus 1) ignore records with `timing_warmup`, unless there are no others.

@@ -19,7 +19,7 @@ WANDB_ID_FILE = "wandb_run_id.txt"
 
 
 class LightningRunLogger:
-    """`RunLogger` that logs every number of a record with one of Lightning's loggers, at the record's step.
+    """`RunLogger` that passes every number of a record to one of Lightning's loggers, at the record's step.
 
     When a run resumes, `csv/metrics.csv` is written again from metrics.jsonl, `tensorboard/` hides steps after the
     checkpoint (SummaryWriter's purge_step), and wandb continues the run of the same id, offline unless logger.offline
@@ -50,12 +50,12 @@ class LightningRunLogger:
         self._attempt(make)
 
     def record(self, record: Record) -> None:
-        """Log the record."""
+        """Log the numbers of one record."""
         if self._logger is not None:
             self._attempt(lambda: self._write(record))
 
     def close(self, status: Status, detail: str, figures: Mapping[str, Any]) -> None:
-        """Flush and close."""
+        """Flush and close the logger."""
         logger = self._logger
         if logger is None:
             return
@@ -70,7 +70,7 @@ class LightningRunLogger:
         self._logger = None
 
     def summary_fields(self) -> dict[str, Any]:
-        """Return the name of the logger and its problem, if any."""
+        """Return the facts for `summary.json`: the name of the logger, and its problem, if any."""
         about = {"name": self.config.logger.name}
         return {"logger": about | ({"problem": self._problem} if self._problem else {})}
 

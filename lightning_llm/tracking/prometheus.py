@@ -27,10 +27,10 @@ IDENTITY = ("experiment", "run")
 
 
 class Family(NamedTuple):
-    """One metric: its help text, its `kind`, and its `label` besides `IDENTITY`, if any.
+    """Description of one Prometheus metric: its help text, its `kind`, and its `label` besides `IDENTITY`, if any.
 
-    The metric is the number at `key` of a record times `scale`. A key that ends with a slash is a prefix; the rest of
-    the record's key is the value of `label`.
+    The value is the number at `key` of a record times `scale`. A key that ends with a slash is a prefix; the rest of
+    the record's key is then the value of `label`.
     """
 
     text: str
@@ -106,7 +106,7 @@ _BY_PREFIX = {each.key: name for name, each in FAMILIES.items() if each.key.ends
 
 
 def metric_of(key: str) -> tuple[str, str]:
-    """Return the metric for the number at `key` of a record, without `PREFIX`, and the label's value ("" if none)."""
+    """Return (name of the metric without `PREFIX`, value of its label or "") for the number at `key` of a record."""
     if key in _BY_KEY:
         return _BY_KEY[key], ""
     for prefix, name in _BY_PREFIX.items():
@@ -169,7 +169,7 @@ class RunMetrics:
         self._values["skipped_steps_total", ""] += bool(record.get("skipped"))
 
     def set(self, **values: float | None) -> None:
-        """Set metrics that have no label; None: unknown."""
+        """Set metrics without a label, by name; None removes a value that is unknown now."""
         with self._lock:
             for name, value in values.items():
                 if value is None:
@@ -178,7 +178,7 @@ class RunMetrics:
                     self._values[name, ""] = value
 
     def end(self, status: Status) -> None:
-        """Set the status that the run has ended with."""
+        """Set the final status of the run."""
         with self._lock:
             self._values |= {("running", ""): 0, ("end_status", status): 1, ("end_timestamp_seconds", ""): time.time()}
 
@@ -235,10 +235,10 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Wishes:
-    """Destinations of metrics.
+    """Requested destinations of the metrics.
 
-    `textfile`: file to write. `targets`: file that announces the endpoint to Prometheus. `port`: None for no endpoint,
-    0 for any free port.
+    `textfile`: file to write for node_exporter. `targets`: file that announces the endpoint to Prometheus. `port`: port
+    of the endpoint, 0 for any free one, None for no endpoint.
     """
 
     host: str
@@ -249,9 +249,10 @@ class Wishes:
 
 
 class MetricsPublisher:
-    """Publish `metrics` of the run in `run_dir` between `start` and `stop`; `saved` returns its newest checkpoint.
+    """Thread that publishes the metrics of a run between `start` and `stop`.
 
-    `name` is the config key in messages. A failure is reported once and retried every `every_seconds`.
+    `saved` returns the newest checkpoint. `name` is the config key in messages. A failure is reported once and retried
+    every `every_seconds`.
     """
 
     def __init__(

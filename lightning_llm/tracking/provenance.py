@@ -1,4 +1,4 @@
-"""Provenance of a run: its code, versions and process."""
+"""Provenance of a run: its code, the versions of packages, and its process."""
 
 import getpass
 import os
@@ -37,9 +37,9 @@ def _versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """Return {"sha", "dirty"} of the checkout that the package runs from; both None for a wheel or without git.
+    """Return {"sha": commit, "dirty": whether files differ} of the checkout that the package runs from.
 
-    The result of the first call in a process is kept, as for `code_hash`.
+    Both are None for a wheel or without git. The result of the first call in a process is kept, as for `code_hash`.
     """
     return dict(_git_state())
 
@@ -69,7 +69,7 @@ def code_hash() -> str:
 
 
 def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recorded facts of `summary.json` about the origin of a run's numbers, as flat keys."""
+    """Return {flat key: value} of the facts in `summary.json` that influence a run's numbers (code, versions, ...)."""
     found = {f"versions.{key}": value for key, value in (summary.get("versions") or {}).items() if key != "mlflow"}
     if isinstance(summary.get("device"), str):
         name = summary["device"].rpartition(",")[0] or summary["device"]  # "2 x NVIDIA H100, 80 GiB"
@@ -89,7 +89,7 @@ def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_fingerprint(origin: Mapping[str, Any]) -> bool:
-    """Return whether a result of `origin_of` has a fingerprint; runs of earlier releases have none."""
+    """Return whether `origin`, a result of `origin_of`, has a fingerprint; earlier releases recorded none."""
     return any(key.startswith(f"{FINGERPRINT}.") for key in origin)
 
 
@@ -105,7 +105,7 @@ def origin_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 
 def git_of(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the commit in `summary.json` and whether files were changed, as flat keys; {} if not recorded."""
+    """Return the recorded commit of a run and whether files differed from it, as flat keys; {} if not recorded."""
     git = summary.get("git") or {}
     return {f"git.{key}": git[key] for key in ("sha", "dirty") if git.get(key) is not None}
 
@@ -119,17 +119,17 @@ def user_name() -> str:
 
 
 def process_mark() -> str:
-    """Return a unique name of this process: host, process id and start time (seconds)."""
+    """Return a unique name of this process for summaries: "HOST PID START", with its start time in seconds."""
     return f"{platform.node()} {os.getpid()} {psutil.Process().create_time():.0f}"
 
 
 def is_of_this_machine(fingerprint: str) -> bool:
-    """Return whether the process of `fingerprint` is or was on this machine; False for an empty fingerprint."""
+    """Return whether the process named `fingerprint` (by `process_mark`) is or was on this machine; False for ""."""
     return fingerprint.partition(" ")[0] == platform.node()
 
 
 def has_ended(fingerprint: str) -> bool:
-    """Return whether the process of `fingerprint` is known to have ended; False for other machines or if empty."""
+    """Return whether the process named `fingerprint` is known to have ended; False for other machines and for ""."""
     number, _, started = fingerprint.partition(" ")[2].partition(" ")
     if not is_of_this_machine(fingerprint) or not number.isdigit():
         return False
@@ -142,7 +142,7 @@ def has_ended(fingerprint: str) -> bool:
 
 
 def send_signal(fingerprint: str, number: int) -> bool:
-    """Send a signal to the process of `fingerprint`; return whether it was sent to a process of this machine."""
+    """Send the signal `number` to the process named `fingerprint`; return False if it is not on this machine."""
     if not is_of_this_machine(fingerprint) or has_ended(fingerprint):
         return False
     try:

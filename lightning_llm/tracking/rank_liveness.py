@@ -35,16 +35,16 @@ Collective = Mapping[str, Any]
 
 
 class RankSilentError(Exception):
-    """A collective failed because a rank has given no sign of life or did not join it."""
+    """A collective failed because a rank wrote no heartbeat, or did not join the collective."""
 
 
 def last_collective(kept: Sequence[Collective]) -> Collective | None:
-    """Return the oldest collective that the rank waits in, or else the last one that it has completed."""
+    """Return the oldest collective that the rank waits in, else the last one that it completed; None without any."""
     return next((each for each in kept if not each["ended"]), kept[-1] if kept else None)
 
 
 def collective_line(collective: Collective) -> str:
-    """Return a name of the collective as text. Numbers are the same on all ranks of a group."""
+    """Return the name and number of a collective as text; numbers are the same on all ranks of a group."""
     name, number, group = (collective[key] for key in ("profiling_name", "collective_seq_id", "group"))
     return f"{name} {number} of group {group}"
 
@@ -156,7 +156,7 @@ class Beat:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is a process of this machine stopped by SIGSTOP."""
+        """True if the rank is a process of this machine that was stopped by SIGSTOP."""
         if not is_of_this_machine(self.process) or has_ended(self.process):
             return False
         try:
@@ -166,7 +166,7 @@ class Beat:
 
     @property
     def number(self) -> int:
-        """Process id on its machine."""
+        """Process id of the rank on its machine."""
         return int(self.process.split()[1])
 
     def end_if_stopped(self) -> None:
@@ -184,13 +184,13 @@ class Beat:
 
     @property
     def idle_seconds(self) -> float:
-        """Time without starting or waiting in a collective; 0 if unknown."""
+        """Seconds in which the rank has neither started a collective nor waited in one; 0 if unknown."""
         if self.waits or self.collective is None or not self.collective["ended"]:
             return 0.0
         return float(self.collective["age_seconds"]) + self.age_seconds
 
     def absence(self) -> str:
-        """Return the description of a live rank that did not join the collective of the others."""
+        """Return a text about this rank, which lives but did not join the collective of the others."""
         return (
             f"rank {self.rank} ({whose(self.process)}) has not joined the collective of the other ranks: it has "
             f"started no collective for {self.idle_seconds:.0f} s and is in step {self.step + 1}, at {self.at}"
@@ -205,7 +205,7 @@ class Beat:
 
 
 def clear_beats(run_dir: Path) -> None:
-    """Delete heartbeats of a previous session."""
+    """Delete the heartbeats that a previous session left in the run's folder."""
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
 
 
@@ -221,7 +221,7 @@ def beats(run_dir: Path) -> list[Beat]:
 
 
 def signal_ranks(run_dir: Path, number: int) -> bool:
-    """Send a signal to the processes of this machine that train in `run_dir`; return whether there are any."""
+    """Send the signal `number` to the processes here that train in `run_dir`; return whether there are any."""
     sent = [send_signal(each.process, number) for each in beats(run_dir)]  # those of a previous session have ended
     return any(sent) or send_signal(str(summary_of(run_dir).get("process", "")), number)
 
@@ -257,6 +257,6 @@ def _error_text(named: list[str], timeout_seconds: float, waited_in: Collective 
 
 
 def is_silent_text(detail: str) -> bool:
-    """Return whether `detail` of a run's summary is a text of `silent_text` or `absent_text`."""
+    """Return whether `detail`, why a run ended, was written by `silent_text` or `absent_text`."""
     pattern = r"rank \d+ \(.* has (given no sign of life for|not joined the collective of the other ranks:) "
     return re.match(pattern, detail) is not None

@@ -52,7 +52,7 @@ EARLIER = "earlier."
 
 @dataclass
 class Run:
-    """One run.
+    """One run, as read from its folder for a comparison.
 
     `validations`: {"val_loss", "val_loss/SOURCE", ...: {step: loss in nats per token}}. `tokens` seen and
     `train_seconds` (without validations) are also by step of a validation. Counts are numbers of optimizer steps;
@@ -89,12 +89,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's last two names, such as "20261121-170000/3"."""
+        """Name of the run in texts: the last two names of its folder, such as "20261121-170000/3"."""
         return str(shown("/".join(self.folder.parts[-2:])))
 
     @property
     def seed(self) -> int:
-        """The seed, which is the run's block in comparisons."""
+        """The run's seed; runs of different arms are paired by it."""
         return int(self.config.get("seed", 0))
 
     @property
@@ -125,7 +125,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether it reached its last step."""
+        """True if the run reached its last step."""
         return self.status == "finished"
 
     @property
@@ -173,7 +173,7 @@ class Run:
             return False
 
     def figure(self, key: str) -> float | None:
-        """Return a final figure of the summary, None if it is missing or not finite."""
+        """Return the number at `key` of the summary; None if it is missing or not finite."""
         value = self.summary.get(key)
         value = NON_FINITE.get(value, value) if isinstance(value, str) else value
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -194,7 +194,7 @@ class Run:
 
     @property
     def peak_memory_bytes(self) -> float | None:
-        """Peak memory of the device, or else of the host."""
+        """Peak memory of the device in bytes, or else of the host; None if not recorded."""
         return self.figure("device_memory_peak_bytes") or self.figure("host_memory_peak_bytes")
 
 
@@ -384,9 +384,9 @@ def measured_on(run: Run, metric: str) -> str | None:
 
 
 def facts(run: Run) -> Mapping[str, Any]:
-    """Return the recorded facts about the origin of the run's numbers, as flat keys.
+    """Return {flat key: value} of the recorded facts that influence the run's numbers; see `provenance.origin_of`.
 
-    For a resumed run they include values that differ in previous sessions.
+    For a resumed run they include values that differed in previous sessions.
     """
     earlier = run.summary.get("earlier") or {}
     asked: dict[str, Any] = {"compiled": bool(run.config.get("parallel.compile"))}  # of earlier releases

@@ -84,7 +84,7 @@ class OptimConfig(Group):
         return 0
 
     def shard_problem(self, columns: int, parts: int) -> str | None:
-        """Return why rows of `columns` elements cannot be split into `parts`, as the end of a sentence; None if fine."""
+        """Return why rows of `columns` elements cannot be split into `parts`, as the end of a sentence, else None."""
         return None
 
     def build(self, parameters: Iterable[tuple[str, Any]], on_whole: Any) -> Any:

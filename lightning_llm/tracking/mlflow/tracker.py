@@ -82,7 +82,7 @@ def tracking_uri(config: Config) -> str:
 
 
 def compared_parameters(config: Config) -> dict[str, str]:
-    """Return the MLflow parameters of a run: each group's name, and the keys that runs are compared by.
+    """Return the parameters of a run for MLflow, {key: text}: names of the groups, and keys that runs are compared by.
 
     A string stays itself, all else is written as in JSON (null, true, 0.003).
     """
@@ -97,7 +97,7 @@ def compared_parameters(config: Config) -> dict[str, str]:
 
 
 def writer_job(config: Config, run_dir: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the input of a `RunWriter` for a run; `facts` is the run's summary."""
+    """Return the description of a run for `RunWriter`, as JSON data; `facts`: the run's summary."""
     git = facts["git"]
     made = {
         "run_dir": str(run_dir.absolute()),
@@ -217,7 +217,7 @@ class MLflowTracker:
         self._process.stdout.close()
 
     def summary_fields(self) -> dict[str, Any]:
-        """Return the run's id once it is known, and whether MLflow is up to date."""
+        """Return the facts for `summary.json`: MLflow's run id once it is known, and whether MLflow is up to date."""
         path = self.run_dir / RUN_ID_FILE
         about: dict[str, Any] = {"tracking_uri": redact_uri(self.uri), "synced": self._ended is not None}
         if self._experiment_id:
@@ -292,7 +292,7 @@ def _as_text(value: Any) -> str:
 
 
 def track_evaluations(config: Config, folder: Path) -> str:
-    """Log evaluations in the run's folder that MLflow does not have yet; return the problem, or "".
+    """Upload the evaluations in a run's folder that MLflow lacks; return the problem, or "" for success.
 
     Does nothing for a run that was not tracked. A failure of MLflow does not fail the evaluation; use `sync` later.
     """

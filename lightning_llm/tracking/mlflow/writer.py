@@ -31,7 +31,7 @@ from lightning_llm.tracking.mlflow.store import STATUSES, known_run, mark_orphan
 
 
 class Trouble(NamedTuple):
-    """Remedy for a problem with MLflow, and whether a retry within seconds may help."""
+    """Advice on a problem with MLflow: the remedy as text, and whether a retry within seconds may help."""
 
     advice: str
     passes: bool
@@ -58,7 +58,7 @@ BY_CODE = {"UNAUTHENTICATED": NOT_ALLOWED, "PERMISSION_DENIED": NOT_ALLOWED}
 
 
 def trouble_of(error: BaseException) -> Trouble:
-    """Return the remedy for an exception of MLflow's client."""
+    """Return the advice on an exception of MLflow's client."""
     for each in _chain(error):
         if isinstance(each, ConnectionRefusedError):  # nothing listens at the address
             return REFUSED
@@ -113,7 +113,7 @@ def points(record: Mapping[str, Any]) -> list[Point]:
 
 
 def log_evaluations(client: Any, run_id: str, folder: Path) -> None:
-    """Log `evaluation/` of a run's folder as "eval/NAME" at its steps, without values that MLflow already has."""
+    """Log the evaluations in a run's folder to MLflow as "eval/NAME" at their steps, except values it already has."""
     from mlflow.entities import Metric
 
     made: list[Any] = []
@@ -256,7 +256,7 @@ class RunWriter:
 
 
 def main() -> None:
-    """Log the run of the job on stdin until it ends, and at most `close_seconds` longer."""
+    """Log the run that the job on stdin describes until it ends, and at most `close_seconds` longer."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the training process handles them and sends the status here
     os.nice(10)
