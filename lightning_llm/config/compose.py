@@ -250,7 +250,7 @@ class Composer:
         return {group: problem for group, problem in found.items() if problem}
 
     def choices(self, parsed: Override) -> list[str]:
-        """Return the single overrides that a sweep override stands for: `a=1,2` as ["a=1", "a=2"]; see `choices_of`."""
+        """Return a sweep override as single ones: `a=1,2` as ["a=1", "a=2"]; see `choices_of`."""
         return choices_of(parsed, self.options(parsed.key_or_group))
 
     def group(self, group: str, name: str) -> Any:

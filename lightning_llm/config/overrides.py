@@ -152,7 +152,7 @@ def typed_value(overrides: Sequence[str], key: str) -> str | None:
 
 
 def choices_of(parsed: Override, options: Sequence[str]) -> list[str]:
-    """Return the single overrides that `parsed` stands for: `a=1,2` as ["a=1", "a=2"], others as one item.
+    """Return a sweep override as single ones: `a=1,2` as ["a=1", "a=2"]; any other override as one item.
 
     A glob selects among `options`. At most `MOST_JOBS` + 1 values are returned, enough to detect too many.
 

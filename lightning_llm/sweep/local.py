@@ -32,8 +32,8 @@ REFUSED = 2
 def run_here(jobs: Sequence[Job], at_once: int, relay: Relay, progress: Progress) -> None:
     """Run `jobs`, `at_once` at a time, and report each to `progress`. After a signal no further job is started.
 
-    With `at_once=1` a job prints to this terminal. Otherwise jobs write to `logs/N.log` beside their folders, share the
-    cores, and get separate CUDA devices as far as available.
+    With `at_once=1` a job prints to this terminal. Otherwise jobs write to `logs/N.log` next to their folders, share
+    the cores, and get separate CUDA devices as far as available.
     """
     printing = threading.Lock()
     devices = DevicePool(cuda_devices() if at_once > 1 and any(map(_may_use_cuda, jobs)) else [])

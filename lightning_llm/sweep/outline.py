@@ -126,7 +126,7 @@ def _pruning(keys: SweepConfig) -> str:
 
 
 def nothing_to_compare(whole: Sweep, jobs: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return what a ladder with only one recipe on each rung lacks, as text; None for other sweeps.
+    """Return a note on a ladder with only one recipe on each rung, which cannot be judged; None for other sweeps.
 
     `jobs`: facts of the jobs, as in `sweep_facts`.
     """

@@ -70,9 +70,9 @@ def array_parameters(config: Config) -> dict[str, Any]:
 def run_on_slurm(jobs: Sequence[Job], relay: Relay, progress: Progress) -> None:
     """Submit `jobs` to Slurm, wait for them, and report each to `progress`; a signal cancels those that have not ended.
 
-    Jobs with equal `array_parameters` form one array, of which `launcher.at_once` jobs run at a time. Jobs that an
+    Jobs with equal `array_parameters` form one array; `launcher.at_once` jobs of an array run at a time. Jobs that an
     earlier start submitted and that have not ended are awaited, not submitted again. Jobs that another start waits for
-    are left to it. Output is in `slurm/` beside the jobs' folders.
+    are left to it. Output is in `slurm/` next to the jobs' folders.
 
     Raises:
         ConfigError: Slurm rejected them.

@@ -207,7 +207,7 @@ def _numbered_folders(folder: Path) -> list[int]:
 def write_sweep(sweep: Sweep, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Write and return `sweep.json` in the sweep's folder; jobs of earlier definitions stay listed.
 
-    `told`: how the sweep ended, if this was logged to MLflow.
+    `told`: the end of the sweep as logged to MLflow, if it was; recorded at `TOLD`.
     """
     before = read_sweep_file(sweep.folder)
     known = {each["key"]: each for each in before.get("jobs", [])}

@@ -183,7 +183,7 @@ def metric_names(config: Config) -> list[str]:
 
 
 def monitor_problems(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each EarlyStopping whose metric is not logged; none if a user's callback might log it."""
+    """Yield a problem for each EarlyStopping with a metric that no one logs; none if a user's callback might log it."""
     classes = {name: _lineage(node) for name, node in config.callbacks.items() if node}
     if any(paths and paths[0].partition(".")[0] not in SHIPPED for paths in classes.values()):
         return

@@ -134,7 +134,7 @@ class OptimizerHints(Group):
 
 
 class UpdateConfig(Group):
-    """How the optimizer rounds updated master weights."""
+    """`precision.update`: rounding of updated master weights."""
 
     rounding: Literal["even", "stochastic", "kahan"] = Field(
         "even",
@@ -322,8 +322,8 @@ class PrecisionConfig(Group):
     def in_phase(self, number: int) -> "PrecisionConfig":
         """Return the recipe, without phases, that is in effect during phase `number`.
 
-        Layers that the recipe's `modules` excludes are not quantized in a phase either, unless its own `modules` says
-        so.
+        Layers that the recipe's `modules` excludes are not quantized in a phase either, unless the phase has its own
+        `modules` that include them.
         """
         phase = self.phases[number]
         slots, modules = slots_of(self) | phase.given(), phase.modules or self.modules

@@ -1,1 +1,1 @@
-"""Sources of documents: loaders, each with its config class and its reader, and what all of them share."""
+"""Sources of documents: loaders, each with its config class and its reader, and code that all of them share."""

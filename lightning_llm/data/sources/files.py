@@ -40,7 +40,7 @@ class FoundFiles:
 
 
 class LocalFiles:
-    """Mixin of loaders with a `path`: a file, a glob, or a folder, of which all files with their suffixes are read."""
+    """Mixin of loaders with a `path`: a file, a glob, or a folder, where all files with their suffixes are read."""
 
     def files(self: Any) -> list[Path]:
         """Return the files that are read, absolute and sorted."""
