@@ -150,6 +150,11 @@ def linears_of(config: ModelConfig) -> dict[str, LinearSpec]:
     return {f"layers.{index}.{linear.name}": linear for index in layers for linear in by_layer[index]}
 
 
+def experts_by_linear(config: ModelConfig) -> dict[str, int]:
+    """Return the number of experts of each linear that has one matrix per expert, by full name."""
+    return {name: linear.groups for name, linear in linears_of(config).items() if linear.groups > 1}
+
+
 def linear_names(config: ModelConfig) -> list[str]:
     """Return the full name of every `nn.Linear` of `Decoder(config)`, in module order; a tied head is none."""
     return [*linears_of(config), *([] if config.tie_embeddings else ["head"])]

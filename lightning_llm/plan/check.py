@@ -12,7 +12,7 @@ from lightning_llm.config.schema.callbacks import monitor_problems
 from lightning_llm.config.schema.run import LauncherConfig
 from lightning_llm.config.schema.validation import Rule, gather
 from lightning_llm.data.check import batch_problems, data_rules
-from lightning_llm.model.structure import frozen_names, linear_names, shape_problems
+from lightning_llm.model.structure import experts_by_linear, frozen_names, linear_names, shape_problems
 from lightning_llm.plan.attention_kernel import attention_kernel_problems
 from lightning_llm.plan.axes.axis import AXES, MeshAxis
 from lightning_llm.plan.checkpoints import retention_problems
@@ -180,11 +180,12 @@ def _precision_problems(config: Config) -> list[Problem]:
         text = f"optim={config.optim.name} rounds weights to nearest. Set even, or choose adamw, adamw8bit or muon."
         problems.append(Problem("precision.update.rounding", text, recipe.update.rounding))
     problems += _frozen_problems(config)
-    reasons = reasons_to_stay_unquantized(linear_names(config.model), recipe, config.model.num_layers)
+    experts = experts_by_linear(config.model)
+    reasons = reasons_to_stay_unquantized(linear_names(config.model), recipe, config.model.num_layers, experts)
     if nothing := nothing_converted(recipe, reasons):
-        problems += [*nothing, *other_modules(recipe, reasons)]
+        problems += [*nothing, *other_modules(recipe, reasons, experts)]
     else:
-        problems += unmatched(recipe, reasons, config.model.num_layers)
+        problems += unmatched(recipe, reasons, config.model.num_layers, experts)
         problems += _phase_module_problems(config, list(reasons), problems)
     return problems
 
@@ -205,7 +206,8 @@ def _phase_module_problems(config: Config, linears: list[str], known: list[Probl
     recipe, found = config.precision, {(each.key, each.text) for each in known}
     for number, phase in enumerate(recipe.phases):
         if phase.modules is not None:
-            for each in unmatched(recipe.in_phase(number), linears, config.model.num_layers):
+            experts = experts_by_linear(config.model)
+            for each in unmatched(recipe.in_phase(number), linears, config.model.num_layers, experts):
                 if (each.key, each.text) not in found:
                     key = each.key.removeprefix("precision.")
                     yield Problem(f"precision.phases.{number}.{key}", each.text)

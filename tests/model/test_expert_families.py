@@ -120,6 +120,32 @@ def test_logits_and_gradients_are_those_of_the_saved_model(config, tmp_path):
         )
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_the_whole_loss_is_theirs_with_the_balance_loss(name, tmp_path):
+    """Its value, its part, and every gradient. Of one block: of several, theirs multiplies means over all blocks."""
+    config = CONFIGS[name].model_copy(update={"num_layers": 1})
+    theirs = theirs_of(config, tmp_path)
+    weights = open_huggingface(tmp_path)
+    ours = build(weights.config)
+    ours.load_state_dict(state_dict_of(weights, weights.config))
+    ours.auxiliary.begin_step(1.0, 1.0)
+    tokens = tokens_of(config)
+    labels = F.pad(tokens[:, 1:], (0, 1), value=-100)  # theirs shifts by itself
+    loss = next_token_loss_sum(ours(tokens), labels).div((labels != -100).sum())
+    loss.backward()
+    expected = theirs(tokens, labels=tokens, output_router_logits=True)
+    expected.loss.backward()
+    balance = ours.auxiliary.sums["balance"]
+    assert balance > 1e-3
+    torch.testing.assert_close(balance, theirs.config.router_aux_loss_coef * expected.aux_loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss + balance, expected.loss, rtol=1e-6, atol=0)
+    found = fused(to_huggingface({name: p.grad for name, p in ours.named_parameters()}, config))
+    for each, parameter in theirs.named_parameters():
+        torch.testing.assert_close(
+            found[each], parameter.grad, atol=1e-6, rtol=1e-3, msg=lambda text, n=each: f"{n}: {text}"
+        )
+
+
 def untold(found: ModelConfig) -> dict[str, object]:
     """Return the keys of a model that config.json does not have, as they were read."""
     return {key: getattr(found, key) for key in ("vocab_multiple", "head_dim")}

@@ -4,9 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.compose import compose_config
 from lightning_llm.linalg.grouped import GroupedLinear, Groups
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.init import initialise
+from lightning_llm.plan.check import check_config
 from lightning_llm.precision.linear.delayed import delayed_state, update_delayed
 from lightning_llm.precision.linear.grouped import QuantizedGroupedLinear, row_multiple
 from lightning_llm.precision.linear.module import QuantizedLinear, quantized_layers, set_step_key
@@ -38,7 +42,7 @@ def test_each_expert_is_a_layer_of_its_own(name):
     linear = GroupedLinear(3, 256, 128)
     nn.init.normal_(linear.weight)
     plan = LinearPlan.from_recipe(recipe, "eager")
-    grouped = as_model(QuantizedGroupedLinear("layers.0.up_proj", linear, plan, multiple))
+    grouped = as_model(QuantizedGroupedLinear("layers.0.up_proj", linear, [plan] * 3, multiple))
     alone = nn.ModuleList()
     for number, weight in enumerate(linear.weight.detach().chunk(3)):
         part = nn.Linear(256, 128, bias=False)
@@ -75,7 +79,7 @@ def test_zero_rows_fill_up_blocks_and_change_nothing():
     plan = LinearPlan.from_recipe(recipe_of("mxfp8"), "eager")
     linear = GroupedLinear(1, 64, 32)
     nn.init.normal_(linear.weight)
-    layer = QuantizedGroupedLinear("layers.0.up_proj", linear, plan, 32)
+    layer = QuantizedGroupedLinear("layers.0.up_proj", linear, [plan], 32)
     x = torch.randn(20, 64, dtype=torch.bfloat16)
     padded = torch.cat([x, torch.zeros(12, 64, dtype=torch.bfloat16)])
     y = layer(padded, Groups(torch.tensor([32]), 32))
@@ -103,3 +107,65 @@ def test_the_swap_goes_by_the_name_of_the_group():
     report = swap_linears(kept, recipe, 1, "cpu", "eager")
     assert type(kept.layers["0"].up_proj) is GroupedLinear
     assert "modules.exclude" in report.kept["layers.0.up_proj"]
+
+
+GATES = "layers.3.feed_forward.experts.gate_proj"
+SINGLE = {
+    "one high": ["precision=mxfp8", "precision.modules.exclude=['*.experts.3.*']"],
+    "one other": ["precision=mxfp8", "precision.modules.casts=[{names: ['*.experts.3.*'], recipe: nvfp4}]"],
+    "one alone": ["precision=mxfp8", "precision.modules.include=['*.experts.3.gate_proj']"],
+    "all by number": ["precision=mxfp8", "precision.modules.include=['*.experts.*.gate_proj']"],
+}
+
+
+def formats_of(words: list[str]) -> list[str]:
+    """Return the format of the weight in fprop of each expert's gate in the last block of `moe_tiny`."""
+    config = compose_config(["model=moe_tiny", "precision.casts=eager", *words])
+    check_config(config)
+    with torch.device("meta"):
+        model = Decoder(config.model)
+    swap_linears(model, config.precision, config.model.num_layers, "cpu")
+    return [expert.plan.casts["fprop.w"].format for expert in model.get_submodule(GATES).experts]
+
+
+def test_rules_name_single_experts():
+    assert formats_of(SINGLE["one high"]) == ["e4m3"] * 3 + ["high"] + ["e4m3"] * 4
+    assert formats_of(SINGLE["one other"]) == ["e4m3"] * 3 + ["e2m1"] + ["e4m3"] * 4
+    assert formats_of(SINGLE["one alone"]) == ["high"] * 3 + ["e4m3"] + ["high"] * 4
+    assert formats_of(SINGLE["all by number"]) == ["e4m3"] * 8
+
+
+def test_an_unquantized_expert_computes_as_it_does_without_a_recipe():
+    """Beside a quantized one, of which another number changes: the rows of expert 0, forward and backward."""
+    words = ["model=moe_tiny", "model.num_layers=1", "precision=mxfp8", "precision.casts=eager"]
+    recipe = compose_config([*words, "precision.modules.exclude=['*.experts.0.*']"]).precision
+    config, results = compose_config(words).model, []
+    for quantized in (False, True):
+        model = Decoder(config, torch.bfloat16)
+        initialise(model, 0)
+        if quantized:
+            swap_linears(model, recipe, 1, "cpu")
+            set_step_key(model, StepKey(0, 1, 0))
+        layer = model.get_submodule(GATES.replace("3", "0"))
+        x = torch.randn(64, 192, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+        y = layer(x, Groups(torch.tensor([32, 32, 0, 0, 0, 0, 0, 0]), 64))
+        y.sum().backward()
+        results.append((y[:32], y[32:], x.grad[:32]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][2], results[1][2])
+    assert not torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["precision.modules.exclude=['*.experts.8.*']"],
+        ["precision.modules.casts=[{names: ['*.experts.8.up_proj'], high: true}]"],
+        ["precision.modules.include=['*.experts.8.up_proj']"],
+    ],
+    ids=["exclude", "casts", "include"],
+)
+def test_an_expert_that_does_not_exist_is_named_with_those_that_do(words):
+    config = compose_config(["model=moe_tiny", "precision=mxfp8", *words])
+    with pytest.raises(ConfigError, match=r"which names expert 8, and there are 8 experts\. Use 0 to 7\."):
+        check_config(config)

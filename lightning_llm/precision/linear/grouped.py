@@ -6,7 +6,7 @@ blocks, as Megatron-LM pads them for FP8 (`get_align_size_for_quantization`): ze
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from lightning_llm.linalg.grouped import GroupedLinear, Groups
 from lightning_llm.linalg.local_part import local
 from lightning_llm.precision.linear.module import QuantizedLinear
 from lightning_llm.precision.linear.plan import LinearPlan
+from lightning_llm.precision.recipe.module_rules import expert_place
 
 
 class QuantizedGroupedLinear(GroupedLinear):
@@ -28,15 +29,15 @@ class QuantizedGroupedLinear(GroupedLinear):
     rank.
     """
 
-    def __init__(self, name: str, linear: GroupedLinear, plan: LinearPlan, multiple: int):
-        """`multiple`: see `row_multiple`."""
+    def __init__(self, name: str, linear: GroupedLinear, plans: Sequence[LinearPlan], multiple: int):
+        """`plans`: of each expert. `multiple`: see `row_multiple`."""
         with torch.device("meta"):
             super().__init__(linear.groups, linear.in_features, linear.out_features)
             shape = nn.Linear(linear.in_features, linear.out_features, bias=False)
         self.weight, self.training, self.row_multiple = linear.weight, linear.training, multiple
-        self.experts = tuple(QuantizedLinear(f"{name}.{number}", shape, plan) for number in range(linear.groups))
-        for expert in self.experts:
-            expert.place = name
+        self.experts = tuple(QuantizedLinear(f"{name}.{number}", shape, plan) for number, plan in enumerate(plans))
+        for number, expert in enumerate(self.experts):
+            expert.place = expert_place(name, number)
 
     def forward(
         self, x: Tensor, groups: Groups, first: int = 0, weight: Tensor | None = None, sender: int = 0
@@ -75,8 +76,8 @@ class QuantizedGroupedLinear(GroupedLinear):
 
     def _materialise_state(self, device: torch.device) -> None:
         """Start the delayed scales of all experts: every rank reduces the same amaxes, whoever got tokens."""
-        if self.experts[0].plan.delayed_casts():
-            for expert in self.experts:
+        for expert in self.experts:
+            if expert.plan.delayed_casts():
                 expert.materialise_state(device)
 
     def extra_repr(self) -> str:

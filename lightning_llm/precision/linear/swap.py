@@ -18,6 +18,7 @@ from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.recipe.module_rules import (
     Coverage,
     coverage,
+    expert_place,
     nothing_converted,
     reasons_to_stay_unquantized,
     rule_in_effect,
@@ -99,15 +100,19 @@ def swap_linears(
     high = LinearPlan(casts, backend, fixed=True, wgrad_dtype=wgrad_dtype_of(recipe))
     kinds = nn.Linear | GroupedLinear
     linears = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-    reasons = reasons_to_stay_unquantized(linears, recipe, num_layers)
+    experts = {name: module.groups for name, module in linears.items() if isinstance(module, GroupedLinear)}
+    reasons = reasons_to_stay_unquantized(linears, recipe, num_layers, experts)
     if problems := nothing_converted(recipe, reasons):
         raise ConfigError(problems)
     multiple = row_multiple(recipe.cast_sets().values())
     for name, module in linears.items():
         if isinstance(module, GroupedLinear):  # its products of fp16 on a CPU are exact without casts
             if reasons[name] is None:
-                plan = LinearPlan.from_recipe(first, backend, rule_in_effect(name, first, num_layers))
-                _replace(model, name, QuantizedGroupedLinear(name, module, plan, multiple))
+                places = (expert_place(name, number) for number in range(module.groups))
+                rules = [rule_in_effect(place, first, num_layers) for place in places]
+                made_by = {rule: LinearPlan.from_recipe(first, backend, rule) for rule in dict.fromkeys(rules)}
+                plans = [made_by[rule] for rule in rules]
+                _replace(model, name, QuantizedGroupedLinear(name, module, plans, multiple))
         elif reasons[name] is None or emulate:
             rule = rule_in_effect(name, first, num_layers)
             plan = LinearPlan.from_recipe(first, backend, rule) if reasons[name] is None else high

@@ -1,5 +1,8 @@
 """Linear layers that a recipe quantizes, their casts, their share of a model. By name alone: no torch, no model.
 
+The linears of experts have a name together, `..experts.gate_proj`, and one each, `..experts.3.gate_proj`; an expert
+follows the rules of both.
+
 In this order: a layer outside the blocks stays high; so does one in the first or last blocks that `modules` keeps high,
 one that `exclude` matches, and one that `include` does not. Every other layer has the casts of the first rule in
 `modules.casts` that fits it, or else the recipe's own.
@@ -12,6 +15,8 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import cache
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -22,6 +27,40 @@ from lightning_llm.config.schema.module_rules import ModuleRules
 from lightning_llm.config.schema.precision import UNQUANTIZED_RULE, CastRule, PrecisionConfig
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
+_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(\w+)")
+_SINGLE = re.compile(r"experts\.(\d+|[\[?*])")
+"""In a glob that may match single experts."""
+NO_EXPERTS: Mapping[str, int] = MappingProxyType({})
+
+
+def expert_place(linear: str, number: int) -> str:
+    """Return the name that rules see of expert `number` of the linear `..experts.gate_proj`."""
+    parent, _, kind = linear.rpartition(".")
+    return f"{parent}.{number}.{kind}"
+
+
+def _matches(name: str, glob: str) -> bool:
+    """Return whether `glob` matches `name` or, of an expert, the name that it shares with the others."""
+    if fnmatchcase(name, glob):
+        return True
+    expert = _EXPERT.fullmatch(name)
+    return expert is not None and fnmatchcase(f"{expert[1]}.{expert[3]}", glob)
+
+
+def _globs(rules: ModuleRules) -> Iterator[tuple[str, str]]:
+    """Yield (key, glob) for each glob."""
+    globs = [("include", rules.include), ("exclude", rules.exclude)]
+    globs += [(f"casts.{number}.names", rule.names) for number, rule in enumerate(rules.casts or ())]
+    for key, several in globs:
+        yield from ((f"precision.modules.{key}", glob) for glob in several)
+
+
+def _single_experts(recipe: PrecisionConfig, experts: Mapping[str, int]) -> dict[str, list[str]]:
+    """Return the names of single experts by the name of their linear; {} where no glob can match one."""
+    every = (glob for part in (recipe, *_phases(recipe)) for _, glob in _globs(part.modules))
+    if not any(_SINGLE.search(glob) for glob in every):
+        return {}
+    return {name: [expert_place(name, number) for number in range(count)] for name, count in experts.items()}
 
 
 def blocks_of(count: int | None, fraction: float | None, num_layers: int) -> int:
@@ -32,19 +71,21 @@ def blocks_of(count: int | None, fraction: float | None, num_layers: int) -> int
 
 
 def reasons_to_stay_unquantized(
-    names: Iterable[str], recipe: PrecisionConfig, num_layers: int
+    names: Iterable[str], recipe: PrecisionConfig, num_layers: int, experts: Mapping[str, int] = NO_EXPERTS
 ) -> dict[str, str | None]:
-    """Return {name: why this linear stays unquantized, None if it is quantized in any phase}.
+    """Return why each linear of `names` stays unquantized; None if it is quantized in any phase.
 
-    `num_layers`: blocks of the whole model, since first and last count by global index.
+    `num_layers`: blocks of the whole model, since first and last count by global index. `experts`: numbers of experts
+    by linear; such a linear is quantized if one of its experts is.
     """
     if not recipe.quantizes:
         return dict.fromkeys(names, "the recipe quantises nothing")
-    phases = _phases(recipe)
+    parts, single = [recipe, *_phases(recipe)], _single_experts(recipe, experts)
     found: dict[str, str | None] = {}
     for name in names:
         found[name] = _why_unquantized(name, recipe, num_layers)
-        if any(_why_unquantized(name, phase, num_layers) is None for phase in phases):
+        alike = [name, *single.get(name, ())]
+        if any(_why_unquantized(each, part, num_layers) is None for part in parts for each in alike):
             found[name] = None
     return found
 
@@ -68,9 +109,9 @@ def _kept_by_modules(name: str, rules: ModuleRules, num_layers: int) -> str | No
         if (end[0] == "first" and index < end[3]) or (end[0] == "last" and index >= num_layers - end[3]):
             return _key_of_end(*end, num_layers)
     for glob in rules.exclude:
-        if fnmatchcase(name, glob):
+        if _matches(name, glob):
             return f"modules.exclude has '{glob}'"
-    return None if any(fnmatchcase(name, glob) for glob in rules.include) else "nothing in modules.include matches it"
+    return None if any(_matches(name, glob) for glob in rules.include) else "nothing in modules.include matches it"
 
 
 def _kept_by_casts(name: str, recipe: PrecisionConfig, num_layers: int) -> str | None:
@@ -114,7 +155,7 @@ def rule_of(name: str, rules: ModuleRules, num_layers: int) -> int | None:
 
 def _fits(name: str, rule: CastRule, num_layers: int) -> bool:
     index = block_of(name)
-    if index is None or not any(fnmatchcase(name, glob) for glob in rule.names):
+    if index is None or not any(_matches(name, glob) for glob in rule.names):
         return False
     ends = (rule.first_blocks, rule.first_fraction, rule.last_blocks, rule.last_fraction)
     if all(each is None for each in ends):
@@ -185,39 +226,57 @@ def _what_it_names(glob: str, names: Iterable[str]) -> str:
 
 def _globs_of_nothing(rules: ModuleRules, names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (key, glob) for each glob that matches no linear of `names`."""
-    globs = [("include", rules.include), ("exclude", rules.exclude)]
-    globs += [(f"casts.{number}.names", rule.names) for number, rule in enumerate(rules.casts or ())]
-    for key, several in globs:
-        for glob in several:
-            if not any(fnmatchcase(name, glob) for name in names):
-                yield f"precision.modules.{key}", glob
+    for key, glob in _globs(rules):
+        if not any(fnmatchcase(name, glob) for name in names):
+            yield key, glob
 
 
-def other_modules(recipe: PrecisionConfig, names: Iterable[str]) -> list[Problem]:
-    """Return a problem for each glob that matches norms or attention modules, but no linear of `names`."""
+def other_modules(
+    recipe: PrecisionConfig, names: Iterable[str], experts: Mapping[str, int] = NO_EXPERTS
+) -> list[Problem]:
+    """Return the problems of globs that match norms, attention or absent experts, and no linear of `names`."""
+    known, problems = list(names), []
+    for key, glob in _globs_of_nothing(recipe.modules, known):
+        if (absent := _no_such_expert(glob, experts)) is not None:
+            problems.append(Problem(key, absent))
+        elif why := _what_it_names(glob, known):
+            problems.append(Problem(key, f"has '{glob}', which matches no linear layer.{why}"))
+    return problems
+
+
+def unmatched(
+    recipe: PrecisionConfig, names: Iterable[str], num_layers: int, experts: Mapping[str, int] = NO_EXPERTS
+) -> list[Problem]:
+    """Return the problems of globs that match none of the model's linears, and of cast rules that no layer follows.
+
+    `experts`: see `reasons_to_stay_unquantized`.
+    """
     known = list(names)
-    found = ((key, glob, _what_it_names(glob, known)) for key, glob in _globs_of_nothing(recipe.modules, known))
-    return [Problem(key, f"has '{glob}', which matches no linear layer.{why}") for key, glob, why in found if why]
-
-
-def unmatched(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) -> list[Problem]:
-    """Return a problem for each glob that matches no linear of `names`, and each cast rule that none follows."""
-    known = list(names)
+    every = known + list(chain.from_iterable(_single_experts(recipe, experts).values()))
     if not recipe.quantizes:
         return []
     text = "has '{}', which matches no linear layer of this model. Its layers: {}.{}"
     problems = [
-        Problem(key, text.format(glob, ", ".join(_kinds(known)), _what_it_names(glob, known)))
-        for key, glob in _globs_of_nothing(recipe.modules, known)
+        Problem(key, _no_such_expert(glob, experts) or text.format(glob, ", ".join(_kinds(known)), why))
+        for key, glob in _globs_of_nothing(recipe.modules, every)
+        for why in [_what_it_names(glob, known)]
     ]
     reported = {problem.key for problem in problems}
     return problems + [
         Problem(
             f"precision.modules.casts.{number}", f"applies to no layer: {why}. Put it first, widen it, or remove it."
         )
-        for number, why in idle_rules(recipe, known, num_layers).items()
+        for number, why in idle_rules(recipe, every, num_layers).items()
         if f"precision.modules.casts.{number}.names" not in reported
     ]
+
+
+def _no_such_expert(glob: str, experts: Mapping[str, int]) -> str | None:
+    """Return that `glob` names an expert beyond the last one; None if it does not."""
+    found = _SINGLE.search(glob)
+    if found is None or not found[1].isdigit() or not experts or int(found[1]) < (most := max(experts.values())):
+        return None
+    return f"has '{glob}', which names expert {found[1]}, and there are {most} experts. Use 0 to {most - 1}."
 
 
 def idle_rules(recipe: PrecisionConfig, names: Sequence[str], num_layers: int) -> dict[int, str]:
