@@ -59,7 +59,9 @@ def run_algoperf(arguments: argparse.Namespace, problems: Sequence[Problem] = ()
         (folder / FILE).write_text(as_json(benchmark.as_data()) + "\n", encoding="utf-8")
         print_escaped(f"scores {folder / FILE}", sys.stderr if arguments.json else sys.stdout)
     except OSError as error:
-        benchmark.problems.append(Problem("--output", f"{folder} cannot be written to ({error.strerror})."))
+        benchmark.problems.append(
+            Problem("--output", f"{folder} cannot be written ({error.strerror}). Choose another.")
+        )
     if benchmark.problems:
         raise ConfigError(benchmark.problems)
     return 0

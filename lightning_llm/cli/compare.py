@@ -56,7 +56,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if arguments.ladder or arguments.predict or arguments.grade:
         return _ladder(arguments)
     problems = [
-        Problem(f"--{name}", f"an option of `lightning-llm {verb}`. Use that verb, or remove --{name}.")
+        Problem(f"--{name}", f"is an option of `lightning-llm {verb}`. Use that verb, or remove --{name}.")
         for name, verb in (("trials", "algoperf"), ("beyond", "ladder"), ("ledger", "ladder"))
         if getattr(arguments, name) is not None
     ]

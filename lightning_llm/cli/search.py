@@ -135,7 +135,7 @@ def _without_a_fastest(found: SearchResult, world: int, arguments: argparse.Name
 
 def _nothing_fits(found: SearchResult, world: int) -> Problem:
     if not found.missing:
-        return Problem("world", "every layout of that many ranks is rejected; the reasons are above.", world)
+        return Problem("world", "every layout of that many ranks is rejected, see above. Use another number.", world)
     text = "no layout of that many ranks fits in memory; the closest are above. Use more or larger devices."
     return Problem("world", text, world)
 

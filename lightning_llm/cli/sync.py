@@ -23,7 +23,8 @@ def sync(arguments: argparse.Namespace) -> int:
     folders = list(_run_folders(arguments.folders or [default_outputs()]))
     if not folders:
         where = ", ".join(arguments.folders) or default_outputs()
-        raise ConfigError(Problem("FOLDER", f"there is no run (config.yaml and metrics.jsonl) in {where}."))
+        text = f"there is no run (config.yaml and metrics.jsonl) in {where}. Give a run's folder, or one above it."
+        raise ConfigError(Problem("FOLDER", text))
     failed = 0
     unreachable: set[str] = set()
     with tempfile.TemporaryDirectory() as scratch, chdir(scratch):  # MLflow creates ./mlruns in the working directory

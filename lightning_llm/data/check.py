@@ -127,7 +127,7 @@ def _tokenizer_problems(config: TokenizerConfig, model_vocab_size: int) -> list[
         return problems + _tokenizer_file_problems(config, model_vocab_size)
     if config.kind == "bytes":
         if model_vocab_size < BYTES_VOCAB_SIZE:
-            text = f"bytes are {BYTES_VOCAB_SIZE} tokens, but model.vocab_size is {model_vocab_size}. Raise that."
+            text = f"bytes are {BYTES_VOCAB_SIZE} tokens, but model.vocab_size is {model_vocab_size}. Raise it."
             problems.append(Problem("data.tokenizer.kind", text))
         return problems
     size = config.vocab_size or model_vocab_size
@@ -137,7 +137,7 @@ def _tokenizer_problems(config: TokenizerConfig, model_vocab_size: int) -> list[
         )
         problems.append(Problem("data.tokenizer.vocab_size", text))
     if size > model_vocab_size:
-        text = f"{size:,} tokens do not fit model.vocab_size={model_vocab_size:,}. Lower this, or raise that."
+        text = f"{size:,} tokens do not fit model.vocab_size={model_vocab_size:,}. Lower one, or raise the other."
         problems.append(Problem("data.tokenizer.vocab_size", text))
     return problems
 

@@ -204,7 +204,7 @@ def prepare_tokenizer(
     folder, _ = build_once(cache_dir, "tokenizer", identity, build)
     tokenizer = Tokenizer(folder, config.end_of_document if config.kind == "file" else None)
     if tokenizer.vocab_size > vocab_size:
-        text = f"the tokenizer has {tokenizer.vocab_size:,} tokens, but model.vocab_size is {vocab_size:,}. Raise that."
+        text = f"the tokenizer has {tokenizer.vocab_size:,} tokens, but model.vocab_size is {vocab_size:,}. Raise it."
         raise ConfigError(Problem(f"data.tokenizer.{'vocab_size' if config.kind == 'bpe' else 'path'}", text))
     return tokenizer
 

@@ -34,7 +34,7 @@ def outline(arguments: argparse.Namespace) -> int:
         ConfigError: with the problems of all jobs.
     """
     if arguments.matrix:
-        raise ConfigError(Problem("--matrix", "is for one run. Remove -m, and use a recipe without a sweep."))
+        raise ConfigError(Problem("--matrix", "is for one run. Remove -m, and use a preset without a sweep."))
     facts = _facts(arguments)
     print(json.dumps(facts, indent=1) if arguments.json else render(facts))
     return 0

@@ -114,8 +114,8 @@ def _submit(jobs: Sequence[Job]) -> dict[Any, Job]:
                 for job in group:
                     submissions.append(executor.submit(subprocess.call, job_command(job)[0]))
         except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
-            why = (str(error).strip().splitlines() or ["no reason given"])[-1]
-            raise ConfigError(Problem("launcher", f"Slurm rejected the jobs: {why}")) from error
+            why = (str(error).strip().splitlines() or ["no reason given"])[-1].rstrip(".")
+            raise ConfigError(Problem("launcher", f"Slurm rejected the jobs: {why}. Change launcher.*")) from error
         for submitted, job in zip(submissions, group, strict=True):
             tasks = max(1, submitted.num_tasks)
             write_json(_note_of(job), {"slurm_job_id": submitted.job_id, "tasks": tasks})
