@@ -18,12 +18,12 @@ from benchmarks.shape import LARGE, config
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.plan.check import check_config
 from lightning_llm.run.agreement import prepare_folder
-from lightning_llm.run.build import build_module, build_trainer
+from lightning_llm.run.fit import build_module, build_trainer
 from lightning_llm.run.opening import open_layout, quiet_lightning
 from lightning_llm.run.resume.start import Start
 from lightning_llm.train.checkpoint.manifest import RunIdentity
 from lightning_llm.train.checkpoint.saver import Saver
-from lightning_llm.train.datamodule import CorpusDataModule
+from lightning_llm.train.module import CorpusDataModule
 
 ROUNDS = 6
 

@@ -11,7 +11,7 @@ from lightning_llm.data.opening import open_corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.train.datamodule import StepDataset
+from lightning_llm.train.module import StepDataset
 
 
 def measure() -> Iterator[Row]:

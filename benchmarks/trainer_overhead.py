@@ -13,11 +13,10 @@ from benchmarks.shape import config, loop_steps, plain_model
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.plan.check import check_config
 from lightning_llm.run.agreement import prepare_folder
-from lightning_llm.run.build import build_module, build_trainer
+from lightning_llm.run.fit import build_module, build_trainer, run_loggers
 from lightning_llm.run.opening import open_layout, quiet_lightning
-from lightning_llm.run.rank import run_loggers
 from lightning_llm.run.resume.start import Start
-from lightning_llm.train.datamodule import CorpusDataModule
+from lightning_llm.train.module import CorpusDataModule
 
 
 class Turnstile(pl.Callback):

@@ -19,8 +19,8 @@ from lightning_llm.precision.linear.module import QuantizedLinear, quantized_lay
 from lightning_llm.precision.linear.plan import SLOT_NAMES, CastRecord, Shard
 from lightning_llm.precision.linear.statistics import HIGHEST, LOWEST, SUMS, cast_sums, figures
 from lightning_llm.tracking.files import cut_back
-from lightning_llm.train.spikes.origin import find_origin
-from lightning_llm.train.spikes.policy import NonFiniteError
+from lightning_llm.train.nan_origin import find_origin
+from lightning_llm.train.spikes import NonFiniteError
 
 Figures = Mapping[str, float]
 Tensors = Mapping[tuple[str, str], Figures]

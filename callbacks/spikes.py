@@ -1,6 +1,6 @@
 """Facts about anomalous steps: their training text, and how far their update moved the weights.
 
-`train/spikes/policy.py` detects these steps and acts on them, with or without this callback.
+`train/spikes.py` detects these steps and acts on them, with or without this callback.
 """
 
 import logging
@@ -11,9 +11,9 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_llm.linalg.local_part import local
+from lightning_llm.linalg.tensors import local
 from lightning_llm.parallel.grad_norm import global_norm
-from lightning_llm.train.spikes.policy import describe_event
+from lightning_llm.train.spikes import describe_event
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,10 @@ resumed, so the exit code is EX_TEMPFAIL of sysexits.h, and a Slurm job requeues
 Outside of a run or a sweep (`early_signals`), the first signal ends the command with one line and the exit code
 128 + signal; a second one ends the process immediately. During imports the first one does, too, because an exception
 could be lost or replaced in Python's import system. Signals that are ignored when the process starts (`nohup`) stay
-ignored. No slow imports.
+ignored.
+
+A command that starts other processes (the jobs of a sweep, ranks placed by Ray) forwards signals to them (`Relay`). No
+slow imports.
 """
 
 import ctypes
@@ -18,7 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 from lightning_llm.base.errors import Terminated
 from lightning_llm.base.imports import is_importing
@@ -166,3 +169,50 @@ def _at_once() -> None:
     for number in ENDING:
         if signal.getsignal(number) is _end_process:
             signal.signal(number, signal.SIG_DFL)
+
+
+class Started(Protocol):
+    """Receiver of signals: a process, or a stand-in for processes of other machines."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Receive a signal. Called in a signal handler of the main thread."""
+
+
+class Relay:
+    """Signal handler that forwards every signal to the processes in `processes`."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        """Number of the first signal received, 0 if none."""
+        self.processes: set[Started] = set()
+        self.of_job: dict[int, Started] = {}
+        """Running processes by the number of their job in a sweep."""
+
+    def runs(self, number: int) -> bool:
+        """Return whether job `number` of a sweep is running on this machine."""
+        return number in self.of_job
+
+    def stop(self, number: int) -> None:
+        """Send SIGTERM to job `number` if it is running, so that it saves and stops."""
+        if (process := self.of_job.get(number)) is not None:
+            process.send_signal(signal.SIGTERM)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+        for process in list(self.processes):
+            process.send_signal(number)
+
+
+@contextmanager
+def signals_passed_on() -> Iterator[Relay]:
+    """Install a new `Relay` as signal handler during the block, and yield it."""
+    relay = Relay()
+    before: dict[Any, Any] = {
+        number: signal.signal(number, relay)
+        for number in not_ignored([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+    }
+    try:
+        yield relay
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

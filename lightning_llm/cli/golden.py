@@ -23,7 +23,7 @@ from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, 
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.checked_plan import checked_resolution, read_arguments
 from lightning_llm.run.launch.environment import is_first_rank, rank_environment
-from lightning_llm.train.spikes.policy import StepNotMadeError
+from lightning_llm.train.spikes import StepNotMadeError
 
 
 def golden(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_llm.base.errors import CallbackFailedError, ConfigError, Problem, UnhealthyError
 from lightning_llm.base.imports import slow_imports
-from lightning_llm.base.signals import raised_as_terminated
+from lightning_llm.base.signals import raised_as_terminated, signals_passed_on
 from lightning_llm.base.terminal import lasting_output
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.sweep import SweepConfig
@@ -23,7 +23,6 @@ from lightning_llm.run.launch.environment import interactive_note, rank_environm
 from lightning_llm.run.launch.local_ranks import crowd_note, is_started_again, start_ranks
 from lightning_llm.run.launch.lock import lock_run
 from lightning_llm.run.launch.ray_cluster import ray_problems
-from lightning_llm.run.launch.relay import signals_passed_on
 from lightning_llm.run.resume.resume_plan import refuse_unnamed_resume
 from lightning_llm.run.resume.start import decide_start
 from lightning_llm.sweep.ending import close, close_again

@@ -18,9 +18,8 @@ from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Batch
 from lightning_llm.dry_run.counting import Counting
 from lightning_llm.linalg.gemm import unwidened
-from lightning_llm.linalg.local_part import local
+from lightning_llm.linalg.tensors import DTYPES, local
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.loss import chunked_for
 from lightning_llm.model.weights.load import frozen
@@ -37,9 +36,8 @@ from lightning_llm.precision.cast.inductor import Backend
 from lightning_llm.train.distillation import Distillation
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantization import LossScaler, Quantization
-from lightning_llm.train.spikes.policy import SpikePolicy
-from lightning_llm.train.state import TrainState
-from lightning_llm.train.step import TrainStep
+from lightning_llm.train.spikes import SpikePolicy
+from lightning_llm.train.step import TrainState, TrainStep
 
 CPU = torch.device("cpu")
 

@@ -20,23 +20,23 @@ from lightning_llm.base.host_memory import give_back
 from lightning_llm.base.keyed_hash import MASK_32, hash_words
 from lightning_llm.config.config_hash import is_observer
 from lightning_llm.golden.curve import Measured, StepFigures
-from lightning_llm.linalg.local_part import local
+from lightning_llm.linalg.tensors import local
 from lightning_llm.parallel.grad_norm import parameter_gradient_norms
 from lightning_llm.plan.report import plan_line
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision.cast.random_bits import mix
-from lightning_llm.run.build import attention_of, build_module, build_trainer
-from lightning_llm.run.facts import fingerprint, origin_here, run_facts
+from lightning_llm.run.agreement import fingerprint, origin_here, run_facts
+from lightning_llm.run.fit import attention_of, build_module, build_trainer
 from lightning_llm.run.inputs import open_inputs
 from lightning_llm.run.launch.environment import print_once
 from lightning_llm.run.opening import Rank, open_rank, quiet_lightning
 from lightning_llm.run.resume.start import Start
 from lightning_llm.tracking.provenance import FINGERPRINT, origin_of
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
-from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.endings import FailStalledRun
+from lightning_llm.train.module import CorpusDataModule
 from lightning_llm.train.run_folder import RunFolder
-from lightning_llm.train.spikes.policy import StepNotMadeError
+from lightning_llm.train.spikes import StepNotMadeError
 
 WRITERS = (RunFolder, Checkpointing, Superseding, FailStalledRun)
 """The callbacks that write files."""

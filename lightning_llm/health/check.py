@@ -10,7 +10,17 @@ from typing import TypeVar
 import torch
 
 from lightning_llm.base.hardware import device_name
-from lightning_llm.health.collectives import BUS_FACTORS, SUMS, CollectiveTime, Exchange, WrongValues, time_collective
+from lightning_llm.health.communication import (
+    BUS_FACTORS,
+    SUMS,
+    CollectiveTime,
+    Exchange,
+    LinkReport,
+    Messages,
+    WrongValues,
+    measure_links,
+    time_collective,
+)
 from lightning_llm.health.devices import (
     COPY,
     Extent,
@@ -23,7 +33,6 @@ from lightning_llm.health.devices import (
     wrong_words,
 )
 from lightning_llm.health.disk import DiskReport, measure_disk
-from lightning_llm.health.links import LinkReport, Messages, measure_links
 from lightning_llm.health.outliers import LEAST_SLOWDOWN, SlowRank, rounds_for, slow_ranks
 from lightning_llm.health.ranks import Ranks, Timer
 from lightning_llm.health.report import HealthReport, RankFigures
@@ -32,7 +41,7 @@ MESSAGES = "messages to and from other ranks"
 SALTS = (1, 7)
 """Salts of the known numbers with which a collective is called before and after timing."""
 LARGEST_SHARE_VERIFIED = 0.5
-"""Share of a device's free memory, or of a rank's part of the machine's memory."""
+"""Share of a device's free memory (on a CPU: of the rank's part of the machine's) that is verified at most."""
 SECOND_LOOK_SECONDS = 1.0
 """Seconds until ranks that seem slow are measured again, so that a temporary disturbance is not blamed on them."""
 Measured = TypeVar("Measured")
@@ -47,14 +56,15 @@ def check_health(
     folder: Path | None = None,
     least_slowdown: float = LEAST_SLOWDOWN,
 ) -> HealthReport:
-    """Measure everything on all ranks and return the report, the same on each. Collective.
+    """Measure devices, memory, links, collectives and disks of all ranks; return the report, the same on each.
+    Collective.
 
     Args:
         ranks: the participating ranks.
         device: device of this rank.
-        extent: amount of work.
-        folder: folder on the disk to measure, once per machine.
-        least_slowdown: a rank is named only if it is slower than the others by this share.
+        extent: amount of work; parts of it may be left out.
+        folder: run folder; its disk is measured, by the first rank of each machine. None: disks are not measured.
+        least_slowdown: a rank counts as slow only if it is slower than the others by more than this share.
 
     Raises:
         UnhealthyError: a rank did not reach a part within the ranks' timeout.
@@ -212,10 +222,10 @@ def _example(faults: Sequence[WrongValues]) -> str:
 
 
 def blamed_pairs(found: Iterable[WrongValues], hosts: Sequence[str]) -> str:
-    """Return a text that names the ranks at fault; for collectives in which each number has one known sender.
+    """Return a text that names the ranks at fault for wrong numbers that each have one known sender.
 
-    A rank that all its peers blame is named alone, any other fault as a pair of sender and receiver. `hosts`: the
-    machine of each rank.
+    A rank that all its peers blame is named alone, any other fault as a pair of sender and receiver. For messages and
+    for collectives that do not sum. `hosts`: the machine of each rank.
     """
     pairs = {(source, each.receiver) for each in found for source in each.sources}
     everyone = range(len(hosts))
@@ -232,10 +242,11 @@ def blamed_pairs(found: Iterable[WrongValues], hosts: Sequence[str]) -> str:
 
 
 def blamed_ranks(world: int, are_right: Callable[[Sequence[Sequence[int]]], list[bool]]) -> tuple[list[int], list[int]]:
-    """Return (ranks that contribute wrong numbers to a sum, ranks among which one does that cannot be identified).
+    """Find the ranks that contribute wrong numbers to a sum; return (ranks at fault, suspects).
 
-    Groups of ranks sum separately: a correct sum clears the ranks of the group, other groups are halved. The remaining
-    ranks are paired with a cleared one. Both lists are empty if every smaller group is correct.
+    One of the suspects is at fault if it cannot be identified; then the first list is empty. Both are empty if every
+    smaller group sums correctly. Groups of ranks sum separately: a correct sum clears the ranks of the group, other
+    groups are halved. The remaining ranks are paired with a cleared one.
 
     Args:
         world: number of ranks.

@@ -22,19 +22,22 @@ from lightning_llm.linalg.gemm import product
 
 @dataclass(frozen=True)
 class Extent:
-    """Amount of work. `sizes_bytes`: of collectives, each timed for about `size_seconds`. `product_side`: of GEMMs.
-
-    `copy_bytes`: of a memory copy. `verify_bytes`: at most this much memory is written and read. `link_bytes`: of a
-    message between two ranks. `disk_bytes`: of a file. None: not measured.
-    """
+    """Amount of work of a health check: `FULL` for the verb `health`, `SHORT` before a run."""
 
     sizes_bytes: tuple[int, ...]
+    """Sizes at which collectives are measured."""
     size_seconds: float
+    """Time for which a collective is repeated at each size, about."""
     product_side: int
+    """Rows and columns of the matrices of a GEMM."""
     copy_bytes: int
+    """Size of a memory copy."""
     verify_bytes: int
+    """Largest amount of memory that is written and read back."""
     link_bytes: int | None = None
+    """Size of a message between two ranks; None: links are not measured."""
     disk_bytes: int | None = None
+    """Size of the file written to the disk; None: the disk is not measured."""
 
 
 FULL = {
@@ -45,7 +48,7 @@ SHORT = {
     "cpu": Extent((1 << 16,), 0.02, 256, 1 << 25, 1 << 22),
     "cuda": Extent((1 << 20, 1 << 25), 0.1, 4096, 1 << 28, 1 << 30),
 }
-"""Extents by kind of device."""
+"""Amount of work of the check before a run (`trainer.health`), by kind of device; links and disks are left out."""
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = (*DTYPES, "fp8")
 """Formats in which speed is measured. Not fp4: torch has no documented way to pass its block scales."""
@@ -53,7 +56,10 @@ LARGEST_OPERAND = 2
 
 
 def formats_of(device: torch.device) -> tuple[str, ...]:
-    """Return the formats to measure: on a GPU those of its compute capability, on a CPU those that models use."""
+    """Return the names of the number formats in which GEMMs are measured on `device`, such as ("fp32", "bf16").
+
+    On a GPU those that its compute capability supports, on a CPU those that models use.
+    """
     if device.type != "cuda":
         return "fp32", "bf16"
     capability = torch.cuda.get_device_capability(device)
@@ -63,13 +69,16 @@ def formats_of(device: torch.device) -> tuple[str, ...]:
 
 
 def peak_tflops(device: torch.device, number_format: str) -> float | None:
-    """Return the data sheet's dense peak, 10^12 FLOP/s; None if no table has it, e.g. for CPUs."""
+    """Return the dense peak of `device` by its data sheet, in 10^12 FLOP/s; None if it is not in the tables (CPUs)."""
     peak = peak_flops_per_second(device_name(device), number_format)
     return None if peak is None else peak / 1e12
 
 
 class SquareProduct:
-    """The product of two square matrices of `side` in one format, with the same operands on every rank."""
+    """A GEMM of two square matrices with `side` rows in one number format, with the same operands on every rank.
+
+    Operands are small integers, so that the exact result is known.
+    """
 
     def __init__(self, number_format: str, side: int, device: torch.device):
         self.number_format, self.side = number_format, side
@@ -83,18 +92,21 @@ class SquareProduct:
 
     @property
     def flops(self) -> int:
-        """FLOPs of one product."""
+        """Floating-point operations of one product."""
         return 2 * self.side**3
 
     def run(self) -> Tensor:
-        """Return the product, [side, side]."""
+        """Multiply once; return the product, [side, side]."""
         if self.number_format == "fp8":
             return fp8_product(self.left, self.right)
         with _fp32_as(self.number_format):
             return product(self.left, self.right)
 
     def wrong_elements(self) -> int:
-        """Return the number of wrong elements of the product; in fp32, of wrong rows."""
+        """Multiply once; return how many elements of the product are wrong.
+
+        If even the fp32 product, computed for reference, has wrong row sums, return the number of such rows instead.
+        """
         with _fp32_as("fp32"):
             exact = self.a @ self.b
         ones = torch.ones(self.side, dtype=torch.float64, device=exact.device)
@@ -106,7 +118,7 @@ class SquareProduct:
 
 
 def fp8_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a b`, bf16, of fp8 `a` [M, K], row-major, and `b` [K, N], column-major, with scales of 1."""
+    """Return the product of fp8 `a` [M, K] (row-major) and `b` [K, N] (column-major) in bf16, with scales of 1."""
     one, whole = torch.ones((), device=a.device), F.ScalingType.TensorWise
     return F.scaled_mm(a, b, one, whole, one, whole, output_dtype=torch.bfloat16)
 
@@ -128,7 +140,7 @@ CHUNK_BYTES = 1 << 30
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the free and the total memory of `device`, or of the machine, in bytes."""
+    """Return (free, total) bytes of memory: of a CUDA `device`, otherwise of the machine."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
@@ -137,19 +149,22 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
 
 
 class Copy:
-    """A copy of `size_bytes` within the device's memory."""
+    """Two buffers of `size_bytes` in the device's memory; `run` copies one to the other."""
 
     def __init__(self, size_bytes: int, device: torch.device):
         self.source = torch.ones(size_bytes // 4, device=device)
         self.target = torch.zeros_like(self.source)
 
     def run(self) -> None:
-        """Copy once."""
+        """Copy the source buffer to the target buffer once."""
         self.target.copy_(self.source)
 
 
 def wrong_words(size_bytes: int, device: torch.device) -> int:
-    """Write `size_bytes` of memory before reading any of it; return the number of 8-byte words with another value."""
+    """Fill `size_bytes` of memory with known patterns, then read them; return how many 8-byte words have changed.
+
+    All of it is written before any is read. 0 means that the memory is intact.
+    """
     whole, rest = divmod(size_bytes, CHUNK_BYTES)
     counts = [count for count in [*[CHUNK_BYTES // 8] * whole, rest // 8] if count]
     chunks = [torch.empty(count, dtype=torch.int64, device=device) for count in counts]
@@ -177,12 +192,12 @@ WARM_UP_ROUNDS = 2
 
 
 def gemm(number_format: str) -> str:
-    """Return the name of GEMMs in `number_format` among the kinds of work."""
+    """Return the name of GEMMs in `number_format` as a kind of work: "bf16 GEMM"."""
     return f"{number_format} GEMM"
 
 
 def shares_cores(ranks: Ranks, device: torch.device) -> bool:
-    """Return whether the ranks of any machine have more threads than cores, so that they slow each other.
+    """Return whether ranks of any machine have more CPU threads than cores, so that they slow each other.
     Collective."""
     here = device.type != "cuda" and ranks.local_world * torch.get_num_threads() > (os.cpu_count() or 1)
     return any(ranks.share(here))
@@ -191,10 +206,10 @@ def shares_cores(ranks: Ranks, device: torch.device) -> bool:
 def device_seconds(
     ranks: Ranks, device: torch.device, timer: Timer, extent: Extent, rounds: int, wrong: list[str]
 ) -> list[dict[str, list[float]]]:
-    """Return the seconds of each round by rank and kind of work; add wrong GEMM results to `wrong`. Collective.
+    """Time GEMMs and memory copies on all ranks; return seconds as `result[rank][kind of work][round]`. Collective.
 
-    All ranks work at the same time. Ranks that share cores take turns, in an order that rotates each round, so that
-    none is favored by its position.
+    Wrong GEMM results are added to `wrong` as lines. All ranks work at the same time. Ranks that share cores take
+    turns, in an order that rotates each round, so that none is favored by its position.
     """
     products = {each: SquareProduct(each, extent.product_side, device) for each in formats_of(device)}
     work: dict[str, Callable[[], Any]] = {gemm(name): product.run for name, product in products.items()}

@@ -1,4 +1,4 @@
-"""Checks of the disk of the run folder: free bytes, speeds without the page cache, and seconds to fsync a record."""
+"""Check of the disk of a run folder: free bytes, speeds without the page cache, and seconds to fsync a record."""
 
 import os
 import shutil
@@ -16,20 +16,23 @@ RECORDS = 20
 
 @dataclass(frozen=True)
 class DiskReport:
-    """Measurements of the disk of `folder`; `wrong`: it returned other bytes than were written."""
+    """Measurements of the disk that contains a folder."""
 
     folder: str
     free_bytes: int
     total_bytes: int
     written_bytes: int
+    """Size of the file that was written and read."""
     write_gb_per_second: float
     read_gb_per_second: float
     fsync_seconds: float
+    """Median seconds to append a record of `RECORD_BYTES` and sync it."""
     wrong: bool
+    """Whether the disk returned other bytes than were written."""
 
     @property
     def fsyncs_per_second(self) -> float:
-        """Number of records per second that can be written with fsync."""
+        """Number of records that can be appended and synced per second."""
         return 1 / self.fsync_seconds
 
 
@@ -39,9 +42,10 @@ def nearest_folder(folder: Path) -> Path:
 
 
 def measure_disk(folder: Path, size_bytes: int) -> DiskReport:
-    """Write a file of `size_bytes` near `folder`, read it without the page cache, and write records with fsync.
+    """Measure the disk of `folder`: write a file, read it without the page cache, and append records with fsync.
 
-    The time of a write includes fsync. All files are removed. At most a tenth of the free bytes are written.
+    The file has `size_bytes`, but at most a tenth of the free bytes, and is in `folder` or its nearest existing parent.
+    The time of writing includes fsync. The file is removed.
 
     Raises:
         OSError: the folder is not writable.

@@ -24,19 +24,26 @@ SHARE_MISSED = 0.1
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that takes `factor` times as long as the others for `work`; beyond the limit in `slow_rounds` of
-    `rounds`."""
+    """A rank that was found to be slower than the others at one kind of work."""
 
     rank: int
     work: str
+    """Kind of work, for messages, such as "bf16 GEMM"."""
     factor: float
+    """Median over rounds of the rank's seconds divided by the median seconds of the others."""
     slow_rounds: int
+    """Number of rounds in which the rank was slow."""
     rounds: int
+    """Number of all rounds."""
     p_value: float
+    """Probability of so many slow rounds for a rank that is not slow, at most."""
 
 
 def rounds_for(tests: int) -> int:
-    """Return the fewest rounds in which `tests` tests find a rank that is slow in all but `SHARE_MISSED` of them."""
+    """Return the number of rounds to measure: the fewest that suffice to find a slow rank with `tests` tests.
+
+    A rank that is slow in all rounds but a share of `SHARE_MISSED` is found.
+    """
     rounds = 1
     while tail(rounds, rounds - int(SHARE_MISSED * rounds)) > ALPHA / tests:
         rounds += 1
@@ -49,7 +56,7 @@ def tail(rounds: int, successes: int) -> float:
 
 
 def medians_of_others(values: Sequence[float]) -> list[float]:
-    """Return for each of two or more values the (upper) median of the others."""
+    """Return for each of two or more values the median of all other values, the upper one of two middle values."""
     order = sorted(range(len(values)), key=values.__getitem__)
     middle = (len(values) - 1) // 2
     found = [values[order[middle]]] * len(values)
@@ -61,13 +68,13 @@ def medians_of_others(values: Sequence[float]) -> list[float]:
 def slow_ranks(
     work: str, seconds: Sequence[Sequence[float]], tests: int, least_slowdown: float = LEAST_SLOWDOWN
 ) -> list[SlowRank]:
-    """Return the ranks that are slow at `work`, the slowest first.
+    """Return the ranks that are slower than the others at `work`, the slowest first; [] if none is.
 
     Args:
-        work: name of the work, for messages.
-        seconds: [rounds][ranks].
-        tests: total number of tests (ranks times kinds of work), which share `ALPHA`.
-        least_slowdown: the share by which a rank must be slower.
+        work: kind of work, for messages.
+        seconds: seconds of the work, [round][rank].
+        tests: total number of tests of the check (ranks times kinds of work), which share `ALPHA`.
+        least_slowdown: the share by which a rank must be slower in a round to count as slow there.
     """
     found, world = [], len(seconds[0])
     usual = [medians_of_others(each) for each in seconds] if world > 1 else []

@@ -1,4 +1,4 @@
-"""Ranks of a health check: identity, meeting, timing with a timeout, and detection of missing ranks."""
+"""Ranks of a health check: exchange of results, barriers, timing with a timeout, and detection of missing ranks."""
 
 import json
 import platform
@@ -20,11 +20,11 @@ from lightning_llm.tracking.rank_liveness import Beat
 
 
 class PeerTimeoutError(RuntimeError):
-    """Work on a CUDA device was not done in time, because a peer is missing."""
+    """Work on a CUDA device was not done within the timeout, because another rank does not take part."""
 
 
 class Timer:
-    """Times calls on `device`; waits at most `timeout_seconds` for the work that they start."""
+    """Clock for calls that start work on `device`; it waits at most `timeout_seconds` for that work."""
 
     def __init__(self, device: torch.device, timeout_seconds: float):
         self.device, self.timeout_seconds = device, timeout_seconds
@@ -49,7 +49,7 @@ class Timer:
         return float(begin.elapsed_time(end)) / 1e3 / times  # elapsed_time is in milliseconds
 
     def wait(self) -> None:
-        """Wait for all work on the device. Raises like `seconds`."""
+        """Wait until all work on the device is done. Raises PeerTimeoutError as `seconds` does."""
         if self.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
@@ -75,7 +75,11 @@ STORE_SECONDS = 10.0
 
 
 class Ranks:
-    """This process among `world` ranks, `local_world` of them on its machine; `hosts`: the machine of each."""
+    """This process and the other ranks of a health check.
+
+    `rank` is this process's number among all `world` ranks, `local_rank` its number among the `local_world` ranks of
+    its machine. `hosts` lists the machine name of each rank.
+    """
 
     def __init__(
         self,
@@ -84,7 +88,10 @@ class Ranks:
         timeout_seconds: float,
         group: dist.ProcessGroup | None = None,
     ):
-        """`group`: all ranks in order; None: the joined process group, or a single rank. Collective."""
+        """Exchange machine names with the other ranks. Collective.
+
+        `group`: process group of all ranks in order; None: the default group, or a single rank if there is none.
+        """
         joined = dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         self.group, self.timeout_seconds = group, timeout_seconds
@@ -95,24 +102,24 @@ class Ranks:
             self.hosts: list[str] = self.share(platform.node())
 
     def name(self, rank: int) -> str:
-        """Return `rank` with its machine, for messages."""
+        """Return `rank` with its machine, for messages: "rank 3 (node1)"."""
         return f"rank {rank} ({self.hosts[rank]})"
 
     def share(self, value: Any) -> list[Any]:
-        """Return every rank's `value`. Collective."""
+        """Return the list of all ranks' `value`, by rank. Collective."""
         found = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(found, value, group=self.group)
         return found
 
     def meet(self) -> None:
-        """Wait for all ranks, on the CPU."""
+        """Wait until all ranks have called this (a barrier on the CPU)."""
         if self.world > 1:
             dist.all_reduce(torch.zeros(1), group=self.group)
 
     @contextmanager
     def groups(self, several: Sequence[Sequence[int]]) -> Iterator[list[dist.ProcessGroup | None]]:
-        """Yield a group for the members of each of `several` sets of ranks, valid within the block. Collective.
+        """Yield a process group for each of `several` sets of ranks; they are destroyed at the end. Collective.
 
         All ranks create all groups. torch 2.13 names a group created only by its members by a counter that may differ
         between them.
@@ -128,10 +135,10 @@ class Ranks:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Run a part of the check; if it fails because ranks are missing, name them.
+        """Run the block as the part `name` of the check, and name the missing ranks if it times out.
 
         Raises:
-            UnhealthyError: ranks did not reach the part.
+            UnhealthyError: other ranks did not reach this part within the timeout.
         """
         self._parts += 1
         if self._store is not None:

@@ -16,9 +16,8 @@ from lightning_llm.base.hardware import planned_hardware
 from lightning_llm.base.terminal import new_console
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.config.workspace import command
-from lightning_llm.health.collectives import BUS_FACTORS, CollectiveTime
+from lightning_llm.health.communication import BUS_FACTORS, CollectiveTime, LinkReport
 from lightning_llm.health.disk import DiskReport
-from lightning_llm.health.links import LinkReport
 from lightning_llm.health.outliers import ALPHA, SlowRank
 from lightning_llm.plan.cluster import write_cluster
 
@@ -27,49 +26,60 @@ P2P = "p2p"
 
 @dataclass(frozen=True)
 class RankFigures:
-    """Measurements of one rank's device: `tflops` and the data sheet's `peaks` by number format; bytes of memory."""
+    """Measurements of one rank's device."""
 
     rank: int
     host: str
     device: str
     device_type: str
     tflops: dict[str, float]
+    """Measured GEMM speed by number format, 10^12 FLOP/s."""
     peaks: dict[str, float | None]
+    """The same by the data sheet; None if it is unknown."""
     copy_gb_per_second: float
+    """Bytes read plus bytes written by a memory copy, 10^9 per second."""
     free_bytes: int
     total_bytes: int
     verified_bytes: int
+    """Bytes of memory that were written and read back."""
 
     @property
     def where(self) -> str:
-        """The rank and its machine, for messages."""
+        """The rank and its machine, for messages: "rank 3 (node1)"."""
         return f"rank {self.rank} ({self.host})"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure that a threshold may name, the higher the better; `peak`: specified value of the device, if known."""
+    """One measured value that a threshold of `--fail-below` can name; higher is better."""
 
     name: str
+    """Dotted name, such as "gemm.bf16.tflops"."""
     value: float
     where: str
+    """Ranks or folder that it was measured on, for messages."""
     peak: float | None = None
+    """Value by the device's specification; None if it is unknown."""
 
 
 @dataclass(frozen=True)
 class HealthReport:
-    """All results of a check. `wrong`: descriptions of wrong numbers, each with the rank at fault."""
+    """All results of a health check, the same on every rank."""
 
     ranks: list[RankFigures]
     collectives: list[CollectiveTime]
     links: LinkReport | None
+    """None if links were not measured."""
     disks: dict[str, DiskReport]
+    """Disk measurements by machine."""
     wrong: list[str]
+    """A description of each wrong result, with the rank at fault."""
     slow: list[SlowRank]
     least_slowdown: float
+    """The share by which a rank must be slower than the others to be in `slow`."""
 
     def slow_lines(self) -> list[str]:
-        """Return a line for each slow rank and kind of work."""
+        """Return one line of text for each slow rank and kind of work."""
         limit = 1 + self.least_slowdown
         return [
             f"{self.ranks[each.rank].where} takes {each.factor:.2f} times as long as the others for {each.work}: more "
@@ -78,9 +88,10 @@ class HealthReport:
         ]
 
     def figures(self, cluster: ClusterConfig | None = None) -> list[Figure]:
-        """Return every figure that thresholds can name: collectives at the largest size, pairs in both directions.
+        """Return every measured value that a threshold can name, for each rank, pair of ranks or machine.
 
-        `cluster`: source of the peaks of memory and links.
+        Collectives count at their largest size, pairs in both directions. `cluster`: description of the cluster with
+        the specified speeds of memory and links; None: these are unknown.
         """
         found = []
         memory = None if cluster is None else cluster.memory_gb_per_second
@@ -110,7 +121,7 @@ class HealthReport:
         return found
 
     def as_data(self) -> dict[str, Any]:
-        """Return the data that --json prints."""
+        """Return the report as JSON data, as `health --json` prints it."""
         return {
             "ranks": [asdict(each) for each in self.ranks],
             "collectives": [
@@ -142,7 +153,7 @@ WIDEST = 1000
 
 
 def print_report(report: HealthReport) -> None:
-    """Print all tables that have rows, separated by an empty line."""
+    """Print the report as tables (ranks, collectives, links, disks) to stdout; empty tables are left out."""
     tables = [each for each in (_ranks(report), _collectives(report), _links(report), _disks(report)) if each.row_count]
     width = max(new_console(width=WIDEST).measure(each).maximum for each in tables)
     console = new_console(width=max(width, new_console().width))  # without a terminal width, nothing is truncated
@@ -152,7 +163,10 @@ def print_report(report: HealthReport) -> None:
 
 
 def verdict_lines(report: HealthReport, failing: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each wrong number, slow rank and figure below its threshold, or one line that all is well."""
+    """Yield the verdict as lines: one for each wrong result, slow rank and line in `failing`, or "healthy".
+
+    `failing`: lines about values below their threshold (`thresholds.failing_lines`).
+    """
     faults = [("wrong", each) for each in report.wrong] + [("slow", each) for each in report.slow_lines()]
     faults += [("below", each) for each in failing]
     yield from (f"{word:<11}{text}" for word, text in faults or [("healthy", "values are right, and no rank is slow")])
@@ -213,7 +227,9 @@ HOW = "These machines by the clock, by `lightning-llm health`."
 
 
 def write_measured(report: HealthReport, devices_per_node: int, folder: Path) -> list[str]:
-    """Write `folder`/links.yaml, a row per device, and `folder`/cluster/measured.yaml; return lines to print.
+    """Write measured links and speeds as files for `plan`; return lines about them to print.
+
+    `folder`/links.yaml has a row of bandwidths per device, `folder`/cluster/measured.yaml is `cluster=measured`.
 
     The latency of a collective is the fastest of the smallest ones. The latency of a hop between machines is that of a
     message between machines minus that of one within a machine.

@@ -41,19 +41,22 @@ OVER_STEPS = 8
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is slow at `work` since a step, or no longer (`over`); links have no rank.
-
-    Over the deciding steps: `seconds` per step, `usual_seconds` of the counterparts (for links: of the past), and
-    `share`, the difference divided by the time of a step.
-    """
+    """A rank that is slow at one part of the step, or slow links; also the message that this is over."""
 
     work: Work
+    """The part of the step, or "links"."""
     rank: int | None
+    """None for links."""
     since_step: int
+    """First of the steps that decided it."""
     seconds: float
+    """Seconds per step of this rank in that part, over the deciding steps."""
     usual_seconds: float
+    """Seconds per step of its counterparts; for links, those of the past."""
     share: float
+    """The difference of both, divided by the time of a whole step."""
     over: bool = False
+    """True: the rank, or the links, are no longer slow."""
 
 
 class _Step(NamedTuple):
@@ -77,11 +80,19 @@ class _Step(NamedTuple):
 
 
 class StragglerDetector:
-    """Judges step after step. `groups`: ranks with equal computation. Loading data is compared over all ranks."""
+    """Detector of slow ranks and links in a run, fed with the seconds of every step (`take`)."""
 
     def __init__(
         self, groups: Sequence[Sequence[int]], steps: int = 3, sigmas: float = 3.5, window_steps: int = 32
     ) -> None:
+        """Set the ranks to compare and the quick test.
+
+        Args:
+            groups: sets of ranks that compute the same; computation is compared within a set, all else over all ranks.
+            steps: number of consecutive slow steps that name a rank.
+            sigmas: limit of the excess in multiples of the noise.
+            window_steps: number of preceding steps from which the noise is estimated.
+        """
         self.world = sum(map(len, groups))
         everyone = [list(range(self.world))]
         self.groups = {part: [list(each) for each in groups] if part == "compute" else everyone for part in PARTS}
@@ -102,13 +113,14 @@ class StragglerDetector:
 
     @property
     def is_warm(self) -> bool:
-        """Whether there are enough preceding steps for a comparison."""
+        """Whether enough steps have been taken to estimate the noise; before that no rank is named."""
         return len(self._past) >= self.window_steps // 4
 
     def take(self, step: int, seconds: Any) -> list[Straggler]:
-        """Add the seconds of `step`, [ranks, PARTS and WAIT]; NaN: unknown. Return new stragglers and ended ones.
+        """Judge one step; return the stragglers that it makes known, and those that are over (`Straggler.over`).
 
-        Call it in the order of steps.
+        `seconds`: [ranks, columns] with a column for each of `PARTS` and one for waiting; NaN where unknown. Call it
+        for every step, in order.
         """
         judged = self._judged(step, np.asarray(seconds, dtype=np.float64))
         if len(self._recent) == self.steps:
@@ -214,9 +226,10 @@ DATA, COMPUTE = PARTS.index("data"), PARTS.index("compute")
 
 
 class RankSeconds:
-    """Accumulates the inputs of `StragglerDetector.take`; `hosts`: the machine of each rank."""
+    """Sums and spreads of all ranks' seconds, for the run's records and its summary."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
+        """`hosts`: the machine name of each rank."""
         self.hosts = list(hosts)
         self.steps = 0
         self._since: list[Any] = []
@@ -224,13 +237,13 @@ class RankSeconds:
         self._jitters: list[Any] = []
 
     def add(self, seconds: Any) -> None:
-        """Add a step's seconds, [ranks, columns]."""
+        """Add the seconds of one step, [ranks, columns], as given to `StragglerDetector.take`."""
         self.steps += 1
         self._since.append(seconds)
         self._sum += seconds
 
     def since_last(self) -> dict[str, float]:
-        """Return the figures for a record over the steps since the last one, and reset."""
+        """Return entries for a step record over the steps since the last call, such as "rank_compute_seconds/3"."""
         seconds = np.stack(self._since)  # [steps, ranks, columns]
         self._since = []
         compute, jitter = _spread(seconds[:, :, COMPUTE])
@@ -246,7 +259,10 @@ class RankSeconds:
         return {f"{name}/{rank}": float(values[rank]) for name, values in known.items() for rank in listed}
 
     def of_all_steps(self) -> list[dict[str, Any]]:
-        """Return each rank's totals and the median of its jitter; for many ranks, of those that computed longest."""
+        """Return one entry per rank for summary.json: total seconds by part and the median of its jitter.
+
+        At most `LISTED_RANKS` ranks are listed, those that computed longest.
+        """
         jitters = [*self._jitters, *([_spread(np.stack(self._since)[:, :, COMPUTE])[1]] if self._since else [])]
         jitter = np.median(np.stack(jitters), axis=0)
         listed = sorted(np.argsort(-self._sum[:, COMPUTE])[:LISTED_RANKS].tolist())

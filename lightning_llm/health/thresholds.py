@@ -1,4 +1,4 @@
-"""`--fail-below FILE`: minimum values of figures, absolute or as a share of the device's specified peak."""
+"""`health --fail-below FILE`: minimum values of measured figures, absolute or as a share of the specified peak."""
 
 import re
 from collections.abc import Collection
@@ -12,7 +12,7 @@ from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.config.yaml_file import read_mapping
-from lightning_llm.health.collectives import BUS_FACTORS
+from lightning_llm.health.communication import BUS_FACTORS
 from lightning_llm.health.devices import FORMATS
 from lightning_llm.health.report import P2P, HealthReport
 
@@ -34,18 +34,21 @@ NOT_IN_SHORT = tuple(each for each in NAMES if each.startswith((f"{P2P}.", "disk
 
 @dataclass(frozen=True)
 class Threshold:
-    """Minimum of figure `name`; a share of its peak, from 0 to 1, if `is_share`."""
+    """Minimum value of one figure."""
 
     name: str
+    """Name of the figure, one of `NAMES`."""
     least: float
+    """The minimum: a value in the figure's unit, or a share of its peak from 0 to 1."""
     is_share: bool
+    """Whether `least` is a share."""
 
     def __str__(self) -> str:
         return f"{100 * self.least:g}%" if self.is_share else f"{self.least:g}"
 
 
 def read_thresholds(file: Path) -> list[Threshold]:
-    """Return the thresholds in `file`: YAML, `gemm.bf16.tflops: 60%`, dotted or nested.
+    """Return the thresholds in the YAML file `file`, with lines such as `gemm.bf16.tflops: 60%`, dotted or nested.
 
     Raises:
         ConfigError: the file is invalid; lists all problems.
@@ -77,7 +80,10 @@ def _threshold(name: str, value: Any) -> Threshold | None:
 
 
 def config_problems(thresholds: list[Threshold], world: int, cluster: ClusterConfig | None) -> list[Problem]:
-    """Return thresholds that no machine can check: links of a single rank, shares of figures without a peak."""
+    """Return a problem for each threshold that cannot be checked with this number of ranks and cluster description.
+
+    These are links of a single rank, and shares of figures without a known peak. `cluster`: None if it is not set.
+    """
     problems = []
     for each in thresholds:
         if each.name in LINKS and world == 1:
@@ -96,7 +102,10 @@ def config_problems(thresholds: list[Threshold], world: int, cluster: ClusterCon
 def device_problems(
     thresholds: list[Threshold], device_name: str, formats: Collection[str], peaks: dict[str, float | None]
 ) -> list[Problem]:
-    """Return thresholds that this device cannot check: formats that are not measured, shares of an unknown peak."""
+    """Return a problem for each threshold of GEMMs that cannot be checked on this device.
+
+    `formats`: the number formats measured there. `peaks`: specified speed by format, None where it is unknown.
+    """
     problems = []
     for each in thresholds:
         number_format = GEMMS.get(each.name)
@@ -112,7 +121,7 @@ def device_problems(
 
 
 def failing_lines(report: HealthReport, thresholds: list[Threshold], cluster: ClusterConfig | None) -> list[str]:
-    """Return a line for each figure below its threshold, with its place."""
+    """Return a line for each figure of `report` below its threshold, with the rank, pair or disk that it is of."""
     found = []
     for threshold in thresholds:
         for figure in report.figures(cluster):

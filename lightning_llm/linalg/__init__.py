@@ -1,1 +1,1 @@
-"""Matrix products, casts on use, local shards."""
+"""Matrix products, linear layers that cast their weight on use, ranks' parts of tensors, dtypes by name."""

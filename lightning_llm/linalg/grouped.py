@@ -1,4 +1,4 @@
-"""Products of groups of rows, each with its own matrix: the linears of a mixture of experts, one 2-D weight per kind.
+"""Grouped matrix products for a mixture of experts: each group of rows is multiplied by its own expert's matrix.
 
 The weights of E experts are stacked as the rows of one matrix `[E N, K]`: expert e owns rows e N to (e + 1) N. Rows of
 the operand are sorted by expert. On a CPU each expert is one product; on CUDA 16-bit operands take one grouped GEMM
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from lightning_llm.linalg.cast_linear import CastOnUse
-from lightning_llm.linalg.gemm import fp32_product, linear, product
-from lightning_llm.linalg.local_part import local
+from lightning_llm.linalg.gemm import CastOnUse, fp32_product, linear, product
+from lightning_llm.linalg.tensors import local
 
 ALIGNED_BYTES = 16
 """A grouped GEMM needs strides of a multiple of this."""
@@ -25,14 +24,19 @@ ALIGNED_BYTES = 16
 
 @dataclass(frozen=True)
 class Groups:
-    """Consecutive groups of `total` rows. `sizes`: rows of each group, int64 `[E]`, on the device of the operands."""
+    """Division of the rows of a matrix into E consecutive groups, one for each expert."""
 
     sizes: Tensor
+    """Number of rows of each group, int64 `[E]`, on the device of the operands."""
     total: int
+    """Number of all rows, the sum of `sizes`."""
 
     @cached_property
     def counts(self) -> list[int]:
-        """Rows of each group on the host, which waits for the device. Without values they are as equal as possible."""
+        """Number of rows of each group as Python integers; reading them makes the host wait for the device.
+
+        Fake and meta tensors have no values (`has_values`): then all groups are as equal as possible.
+        """
         if not has_values(self.sizes):
             each, more = divmod(self.total, len(self.sizes))
             return [each + (index < more) for index in range(len(self.sizes))]
@@ -41,24 +45,30 @@ class Groups:
 
     @cached_property
     def ends(self) -> Tensor:
-        """The end of each group's rows, int32 `[E]`."""
+        """Index of the row after the last one of each group, int32 `[E]`."""
         return self.sizes.cumsum(0).to(torch.int32)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether `tensor` has values: it is neither on the meta device nor a fake tensor of a dry run."""
+    """Return whether `tensor` has values, that is, is neither on the meta device nor a fake tensor of a dry run."""
     return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
 
 
 def takes_grouped_mm(x: Tensor, columns: int) -> bool:
-    """Return whether the device has a grouped GEMM for `x` `[M, K]` and matrices `[N, K]` of N `columns`."""
+    """Return whether one grouped GEMM can multiply groups of rows of `x` `[M, K]` by matrices `[columns, K]`.
+
+    It needs bf16 on CUDA with compute capability 8.0 or later, and rows of a multiple of 16 bytes.
+    """
     if not x.is_cuda or x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (8, 0):
         return False
     return all(size * x.element_size() % ALIGNED_BYTES == 0 for size in (x.shape[1], columns))
 
 
 def grouped_mm(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-    """Return the products `[M, N]` of `x` `[M, K]` with each group's `weights` `[E, N, K]` by one grouped GEMM."""
+    """Return `[M, N]`: the rows of `x` `[M, K]` in group e times `weights[e]^T`, of `weights` `[E, N, K]`.
+
+    By one grouped GEMM; see `takes_grouped_mm` for its conditions.
+    """
     y: Tensor = F.grouped_mm(x, weights.transpose(1, 2), offs=groups.ends)
     return y
 
@@ -95,29 +105,33 @@ class _ByGroup(torch.autograd.Function):
 
 
 STACKED = "stacked_matrices"
-"""Attribute of a parameter: how many matrices its rows are, one below another."""
+"""Attribute of a parameter: the number of matrices that are stacked as its rows."""
 
 
 def mark_stacks(model: nn.Module) -> None:
-    """Mark the weights of grouped linears, in their final form, for rules of whole matrices (`stacked`)."""
+    """Record on each weight of a `GroupedLinear` in `model` how many matrices it stacks, for optimizers (`stacked`).
+
+    Call it after the parameters have been sharded, because sharding replaces them.
+    """
     for module in model.modules():
         if isinstance(module, GroupedLinear):
             setattr(module.weight, STACKED, module.groups)
 
 
 def stacked(parameter: Tensor) -> int:
-    """Return how many matrices the rows of `parameter` are: 1 unless it is marked."""
+    """Return the number of matrices that are stacked as the rows of `parameter`; 1 without a mark of `mark_stacks`."""
     return getattr(parameter, STACKED, 1)
 
 
 class GroupedLinear(CastOnUse):
-    """The linears of `groups` experts without biases: `y = x W_e^T` for the rows of expert e.
+    """Linear layers of `groups` experts as one module, without biases: `y = x W_e^T` for the rows of expert e.
 
-    `weight` `[E N, K]` has the rows of one expert after those of another. Ranks of a tensor-parallel group hold whole
-    experts, so that a local weight has fewer of them. `row_multiple`: rows of each group must be a multiple of this.
+    `weight` `[E N, K]` stacks the matrices `[N, K]` of all experts. Ranks of a tensor-parallel group hold whole
+    experts, so a rank's part of the weight has fewer of them.
     """
 
     row_multiple = 1
+    """The number of rows of each group must be a multiple of this."""
 
     def __init__(self, groups: int, in_features: int, out_features: int):
         super().__init__()
@@ -145,7 +159,7 @@ class GroupedLinear(CastOnUse):
         return dtype if self.rounds_wgrad else self.weight.dtype
 
     def of_group(self, x: Tensor, group: int) -> Tensor:
-        """Return `[M, N]` of `x` `[M, K]` by the weight of local expert `group` alone."""
+        """Return `[M, N]`: all rows of `x` `[M, K]` times the matrix of this rank's expert number `group`."""
         rows = local(self.weight).narrow(0, group * self.out_features, self.out_features)  # [N, K]
         return self.multiply(x, rows)
 

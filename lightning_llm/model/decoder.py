@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.linalg.cast_linear import CastOnUse, Reduce
+from lightning_llm.linalg.gemm import CastOnUse, Reduce
 from lightning_llm.model.attention.kernel_choice import Mask, mask_of
 from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.attention.seen_keys import SeenKeys

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from lightning_llm.linalg.cast_linear import CastOnUse, Reduce
+from lightning_llm.linalg.gemm import CastOnUse, Reduce
 
 
 class Linear(CastOnUse, nn.Linear):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_llm.model.logit_chunks import CHUNK_ELEMENTS, rows_at_once
+from lightning_llm.model.flops import CHUNK_ELEMENTS, rows_at_once
 
 IGNORED_LABEL = -100
 _planned_for: str | None = None

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_llm.linalg.local_part import local
+from lightning_llm.linalg.tensors import local
 from lightning_llm.optim.kinds import AdamW8bitConfig
 from lightning_llm.optim.matrices import MatrixOptimizer, gradient_of
 from lightning_llm.optim.optimizer import adamw_change
@@ -82,7 +82,7 @@ def quantized(values: Tensor, block_size: int, signed: bool) -> tuple[Tensor, Te
 
 
 def dequantized(codes: Tensor, scales: Tensor, block_size: int, signed: bool) -> Tensor:
-    """Return the fp32 values [R, C] of the codes and scales of `quantised`."""
+    """Return the fp32 values [R, C] of the codes and scales of `quantized`."""
     values = _table(signed, codes.device)[codes.int()]
     return values.mul_(scales.repeat_interleave(block_size, dim=1)[:, : codes.shape[1]])
 

@@ -1,4 +1,4 @@
-"""The optimizers that a config chooses: their keys, bytes of state and bytes exchanged. Imports no torch.
+"""Optimizers, schedules and training algorithms that a config chooses, and bytes of training state. Imports no torch.
 
 `adamw`: Loshchilov & Hutter 2019. `adamw8bit`: Dettmers et al. 2022, arXiv 2110.02861. `muon`: Jordan et al. 2024,
 kellerjordan.github.io/posts/muon.
@@ -6,13 +6,24 @@ kellerjordan.github.io/posts/muon.
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from lightning_llm.config.schema.base import PositiveFloat, PositiveInt
-from lightning_llm.config.schema.optim import OPTIMIZERS, Beta, OptimConfig, ParameterShard
+from lightning_llm.config.schema.optim import (
+    ALGORITHMS,
+    OPTIMIZERS,
+    SCHEDULES,
+    AlgorithmConfig,
+    Beta,
+    OptimConfig,
+    ParameterShard,
+    ScheduleConfig,
+)
+from lightning_llm.config.schema.precision import PrecisionConfig
 
 
 class AdamWFields(OptimConfig):
@@ -115,3 +126,102 @@ class MuonConfig(AdamWFields):
 
     def build(self, parameters: Iterable[tuple[str, Any]], on_whole: Any) -> Any:
         return resolve_name(self.module)(parameters, self, on_whole)
+
+
+def learning_rate_factor(config: ScheduleConfig, updates: int, max_steps: int) -> float:
+    """Return the factor of `optim.learning_rate` for the update after `updates` previous ones.
+
+    Warm-up is linear, to `config.peak`, and its first update is not zero: (updates + 1) / warmup_steps of that. What
+    follows is the schedule's. `config` is `relative_to` the learning rate.
+    """
+    if updates < config.warmup_steps:
+        return config.peak * ((updates + 1) / config.warmup_steps)
+    return config.peak * config.after_warmup(updates, config.total_steps or max_steps)
+
+
+def progress(updates: int, start: int, total: int) -> float:
+    """Return the position of `updates` between `start` (0) and the last update of `total` (1), clipped to [0, 1]."""
+    if updates < start:
+        return 0.0
+    return min(1.0, (updates - start + 1) / max(1, total - start))
+
+
+@SCHEDULES.register
+class ConstantConfig(ScheduleConfig):
+    """Factor 1 after the warm-up."""
+
+    name: Literal["constant"] = "constant"
+
+    def after_warmup(self, updates: int, total: int) -> float:
+        return 1.0
+
+
+@SCHEDULES.register
+class CosineConfig(ScheduleConfig):
+    """f + (1 - f) (1 + cos(pi t)) / 2 (Loshchilov & Hutter 2017, eq. 5); f = `floor`, at `total_steps`."""
+
+    name: Literal["cosine"] = "cosine"
+
+    def after_warmup(self, updates: int, total: int) -> float:
+        falling = (1 + math.cos(math.pi * progress(updates, self.warmup_steps, total))) / 2
+        return self.floor + (1 - self.floor) * falling
+
+
+@SCHEDULES.register
+class WSDConfig(ScheduleConfig):
+    """1, then linearly to `floor` over the last `decay_fraction` (MiniCPM: Hu et al. 2024, section 4.2)."""
+
+    name: Literal["wsd"] = "wsd"
+
+    def after_warmup(self, updates: int, total: int) -> float:
+        start = max(self.warmup_steps, round(total * (1 - self.decay_fraction)))
+        return 1 - (1 - self.floor) * progress(updates, start, total)
+
+
+@ALGORITHMS.register
+class SynchronousConfig(AlgorithmConfig):
+    """Synchronous training: all ranks update the same weights with the sum of their gradients."""
+
+    module: ClassVar[str] = "lightning_llm.train.step:Synchronous"
+    name: Literal["synchronous"] = "synchronous"
+
+    def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
+        return 0
+
+    def build(self, parameters: Iterable[tuple[str, Any]], layout: Any) -> Any:
+        return resolve_name(self.module)()
+
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes by kind. Step counts, one number per tensor, and delayed scaling's histories are left out."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    """The training algorithm's state, too."""
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of a checkpoint: gradients are not in it."""
+        return self.parameters + self.optimizer
+
+
+def state_bytes(
+    shards: Iterable[ParameterShard], optim: OptimConfig, algorithm: AlgorithmConfig, recipe: PrecisionConfig
+) -> StateBytes:
+    """Return the bytes of the state of `shards`, padding included, that train by `optim` under `recipe`."""
+    master, held = DTYPE_BYTES[recipe.master_dtype], list(shards)
+    compensation = master if recipe.update.rounding == "kahan" else 0
+    elements = sum(shard.elements for shard in held)
+    return StateBytes(
+        parameters=master * elements,
+        gradients=DTYPE_BYTES[recipe.main_grad_dtype] * elements,
+        optimizer=sum(
+            optim.state_bytes(shard, master) + algorithm.state_bytes(shard, master) + compensation * shard.elements
+            for shard in held
+        ),
+    )

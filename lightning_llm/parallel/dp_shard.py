@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.linalg.local_part import local
+from lightning_llm.linalg.tensors import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.ep import DividedExperts, divided_experts
 from lightning_llm.parallel.layout import Layout

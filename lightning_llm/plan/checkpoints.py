@@ -12,7 +12,7 @@ from lightning_llm.base.errors import Problem
 from lightning_llm.base.folders import nearest_existing
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.callbacks import metric_names
-from lightning_llm.optim.state_bytes import state_bytes
+from lightning_llm.optim.kinds import state_bytes
 from lightning_llm.plan.memory.units import units_of
 
 LONGEST_NAME_BYTES = 255

@@ -23,7 +23,7 @@ from lightning_llm.model.attention.latent_kind import LatentAttention
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.interop.families import architecture, without_counterpart
 from lightning_llm.model.structure import linear_names, mixer_of, parameter_shapes
-from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.checkpoints import disk_facts, disk_notes, disk_row
 from lightning_llm.plan.describe import cost_facts, layout_facts, layout_rows, memory_rows, sent_rows, traffic_row
 from lightning_llm.plan.memory.accounting import OURS, Accounting

@@ -9,7 +9,7 @@ from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.config.weight_folders import INIT_FROM, shape_of, weights_path
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.structure import has_bias
-from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from lightning_llm.config.schema import Config
 from lightning_llm.model.experts.kinds import MoE
 from lightning_llm.model.structure import feed_forward_of
-from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees, shard_axes
 from lightning_llm.plan.memory.activations import boundary_bytes, recomputed_layers, tokens_of

@@ -11,7 +11,7 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import Config, ModelConfig, PrecisionConfig
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.model.dtypes import DTYPES
+from lightning_llm.linalg.tensors import DTYPES
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.model.weights.load import whole_decoder
 from lightning_llm.plan.check import check_config

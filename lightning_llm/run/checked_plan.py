@@ -46,8 +46,9 @@ def checked_plan(arguments: argparse.Namespace, *, to_train: bool) -> Plan:
 def checked_resolution(
     reading: ParsedConfig, *, to_train: bool, saves: bool = True, by_launcher: bool = False
 ) -> DerivedConfig:
-    """Check a config and return it with everything derived from it. Raises ConfigError as `checked_plan` does.
+    """Check a parsed config; return it with everything derived from it. Raises ConfigError as `checked_plan` does.
 
+    `to_train`: the config is about to be trained, so this machine, its disk and the started ranks are checked, too.
     `saves`: whether checkpoints will be written, which need disk space. `by_launcher`: whether `launcher` decides where
     ranks run; Ray may place them on machines unlike this one.
     """
@@ -65,7 +66,11 @@ def checked_resolution(
 
 
 def problems_beyond(found: DerivedConfig, *, jobs: int = 1, saves: bool = True) -> list[Problem]:
-    """Return the conflicts between the valid keys of a config, one of `jobs` that share a disk."""
+    """Return the problems of a config whose keys are valid each: conflicts between keys, weights, parent run, disk
+    space.
+
+    `jobs`: number of jobs that will write to the same disk. `saves`: as in `checked_resolution`.
+    """
     problems = config_problems(found)
     problems += gather([lambda: init_problems(found.config), lambda: branch_problems(found.config)])
     problems += gather([lambda: unnamed_problems(found.config)]) if found.to_train else []

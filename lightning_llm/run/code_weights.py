@@ -1,7 +1,8 @@
-"""Weights as inference engines hold them: codes of a small number format with scales of blocks.
+"""Weights rounded to codes of a small number format (FP8, NVFP4, MXFP4, INT4) with scales, as inference engines use.
 
-`export --codes` writes them in the layout of compressed-tensors, which vLLM and transformers read; `evaluate --as`
-measures the model that they make. Only the weights of linear layers in blocks have codes; activations stay in 16 bits.
+`export --codes` writes codes and scales in the layout of compressed-tensors, which vLLM and transformers read.
+`evaluate --as` measures the model with the rounded weights. Only the weights of linear layers in blocks have codes;
+activations stay in 16 bits.
 """
 
 import math
@@ -84,21 +85,26 @@ def _int4(coded: Coded, cast: CastConfig) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class CodeFormat:
-    """A format of codes: the cast that makes them, and its names in compressed-tensors' `quantization_config`."""
+    """A format of codes of weights: how they are computed, stored and described."""
 
     name: str
+    """Value of `--codes` and `--as`, such as "nvfp4"."""
     layout: str
+    """Name of the layout in compressed-tensors' `quantization_config`."""
     scheme: Mapping[str, Any]
+    """Entries of `weights` in that config."""
     cast: CastConfig
+    """Cast that gives the codes."""
     stored: Callable[[Coded, CastConfig], dict[str, Tensor]]
-    """Returns the tensors of a linear by the last part of their names."""
+    """Returns the tensors to store for one linear layer, by the last part of their names."""
     bits: Mapping[str, float]
-    """Bits of these tensors per element of the weight."""
+    """Bits of each of these tensors per element of the weight."""
     narrower: CastConfig | None = None
-    """The cast where `cast`'s blocks do not divide the rows of some weight."""
+    """Cast with smaller blocks, used if the blocks of `cast` do not divide the rows of some weight; None: there is
+    none."""
 
     def for_rows(self, lengths: Iterable[int]) -> "CodeFormat":
-        """Return the format with blocks that divide rows of these `lengths`; itself if it has no such blocks."""
+        """Return this format with blocks that divide rows of all `lengths`: itself, or with the cast `narrower`."""
         if self.narrower is None or all(length % self.width == 0 for length in lengths):
             return self
         narrow = replace(self, cast=self.narrower, narrower=None)
@@ -107,13 +113,14 @@ class CodeFormat:
 
     @property
     def width(self) -> int:
-        """Elements of a row that share a scale, by which a row's length must be divisible; 1 without blocks."""
+        """Number of elements of a row that share a scale; a row's length must be a multiple. 1 without blocks."""
         return 1 if self.cast.block == "tensor" else int(self.cast.block.partition("x")[2])
 
     def chosen_cast(self, of_recipe: CastConfig) -> CastConfig:
-        """Return the recipe's cast of a weight if the layout holds its numbers, else the format's own.
+        """Return the cast to use for a weight: the recipe's if this format can store its results, else the format's
+        own.
 
-        A model that was trained with these codes then keeps them.
+        So a model that was trained with such codes keeps them bit for bit.
         """
         own = self.cast
         if of_recipe.format != own.format or of_recipe.source != own.source or of_recipe.hadamard is not None:
@@ -170,7 +177,8 @@ CODES = {
 
 
 class CodeWeights(Weights):
-    """`weights` with the linear layers of the blocks as the numbers that codes stand for, in fp32."""
+    """Weights of which the linear layers in blocks are rounded to codes; they are read as the rounded numbers in
+    fp32."""
 
     def __init__(
         self,
@@ -179,9 +187,14 @@ class CodeWeights(Weights):
         recipe: PrecisionConfig | None,
         key: str = "--codes",
     ):
-        """`recipe`: that of the weights' run, None if unknown; layers that it does not quantize have no codes.
+        """Round `weights` to `code_format`.
 
-        `key`: of the format, in messages.
+        Args:
+            weights: the weights to round.
+            code_format: an entry of `CODES`.
+            recipe: precision recipe of the weights' run, None if unknown; layers that it does not quantize get no
+                codes.
+            key: flag or config key that chose the format, for messages.
 
         Raises:
             ConfigError: the blocks of the format do not divide the rows of a weight, or the model has experts.
@@ -202,7 +215,10 @@ class CodeWeights(Weights):
             raise ConfigError(Problem(key, text, code_format.name))
 
     def coded(self, name: str) -> Coded:
-        """Return the quantized weight [N, K] of parameter `name`, one of `casts`; the last one is kept."""
+        """Return the codes and scales of the weight [N, K] of parameter `name`, which must be in `casts`.
+
+        The last result is cached.
+        """
         if self._last is None or self._last[0] != name:
             cast, whole = self.casts[name], self._whole(name)
             amax = self.shared_amax(name) if cast.needs_tensor_amax else None
@@ -210,7 +226,10 @@ class CodeWeights(Weights):
         return self._last[1]
 
     def shared_amax(self, name: str) -> Tensor:
-        """Return the amax of a weight and of those that engines run together with it, an fp32 scalar."""
+        """Return the largest magnitude in a weight and in those that engines multiply together with it, fp32 scalar.
+
+        Engines concatenate the weights of `READ_TOGETHER`, so that these need one common scale.
+        """
         block, _, leaf = name.removesuffix(SUFFIX).rpartition(".")
         together = next((group for group in READ_TOGETHER if leaf in group), (leaf,))
         names = [each for each in (f"{block}.{other}{SUFFIX}" for other in together) if each in self.casts]
@@ -249,7 +268,7 @@ def _weight_slots(config: ModelConfig, recipe: PrecisionConfig | None) -> dict[s
 
 
 def as_codes(weights: CodeWeights, dtype: str) -> list[TensorToWrite]:
-    """Return every tensor of a folder with codes; tensors without codes are in `dtype`.
+    """Return all tensors of the exported folder, to be written: codes and scales, and other tensors in `dtype`.
 
     Raises:
         ConfigError: transformers has no such model, or stores linear layers in another form than [outputs, inputs].
@@ -269,7 +288,10 @@ def as_codes(weights: CodeWeights, dtype: str) -> list[TensorToWrite]:
 
 
 def uncoded_modules(weights: CodeWeights) -> list[str]:
-    """Return their names of the linear layers without codes, the head included: `ignore` of compressed-tensors."""
+    """Return Hugging Face's names of the linear layers without codes, including the head.
+
+    They are the list `ignore` in compressed-tensors' config.
+    """
     stored = stored_as(weights.config, architecture(weights.config))
     linears = [f"{name}{SUFFIX}" for name in linear_names(weights.config)]
     names = [stored[name].name for name in linears if name in stored and name not in weights.casts]
@@ -278,7 +300,7 @@ def uncoded_modules(weights: CodeWeights) -> list[str]:
 
 
 def quantization_entry(weights: CodeWeights) -> dict[str, Any]:
-    """Return the entry of config.json by which transformers and vLLM recognize the codes."""
+    """Return the entry `quantization_config` of config.json, by which transformers and vLLM recognize the codes."""
     scheme = {**weights.format.scheme, "symmetric": True, "dynamic": False}
     group = {"targets": ["Linear"], "weights": scheme, "input_activations": None, "output_activations": None}
     return {

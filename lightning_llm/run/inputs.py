@@ -14,7 +14,7 @@ from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.report import account_lines, chosen_lines, data_line, phase_lines
 from lightning_llm.data.tokens.tokenizer import Tokenizer
-from lightning_llm.model.dtypes import DTYPES
+from lightning_llm.linalg.tensors import DTYPES
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.weights.folder import Weights, digest_of
 from lightning_llm.model.weights.load import InitialWeights, frozen_decoder, state_dict_of
@@ -32,15 +32,15 @@ from lightning_llm.train.distillation import Distillation
 
 
 class Inputs(NamedTuple):
-    """Data and weights that a run reads before its first step, the same on all ranks.
-
-    `initial` is None if weights come from the seed or a checkpoint. `facts` about the weights go to summary.json.
-    """
+    """Data and weights that a run reads before its first step, the same on all ranks."""
 
     corpus: Corpus
     initial: InitialWeights | None
+    """Weights of `model.init_from`; None if weights come from the seed or a checkpoint."""
     distillation: Distillation | None
+    """Teachers of `distil`; None without."""
     facts: dict[str, Any]
+    """Facts about initial weights and teachers, for summary.json."""
 
 
 def open_inputs(config: Config, start: Start, device: torch.device) -> Inputs:
@@ -82,9 +82,10 @@ def agree_on_data(fingerprint: str, start: Start) -> None:
 
 
 def agree_on_inputs(names: Mapping[str, str], refusal: ConfigError | None) -> None:
-    """Verify that all ranks see the same inputs: `names` maps each input to its name and digest. Collective.
+    """Verify that all ranks see the same inputs. Collective.
 
-    `refusal` is a problem found by this rank.
+    `names`: {config key: name and digest of the input on this rank}, with the same keys on all ranks. `refusal`: the
+    problems that this rank has found, or None.
 
     Raises:
         AgreedError: on every rank, if a rank has a problem or inputs differ.

@@ -22,9 +22,9 @@ from lightning_llm.config.schema.callbacks import refused
 from lightning_llm.health.check import check_health
 from lightning_llm.health.devices import SHORT
 from lightning_llm.health.ranks import Ranks
+from lightning_llm.linalg.tensors import DTYPES
 from lightning_llm.model.attention.kernel_choice import AttentionShape, NoKernelError, kernel_of
 from lightning_llm.model.attention.kinds import AttentionSpec
-from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.structure import has_bias
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.operand_shards import shared_parts
@@ -41,13 +41,15 @@ from lightning_llm.run.launch.environment import print_once, rank_environment
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a run, checked before its folder is changed. `attention`: kernel of each kind of block."""
+    """One opened rank of a run: everything that is checked before the run's folder is changed."""
 
     plan: Plan
     device: torch.device
     layout: Layout
     callbacks: Mapping[str, pl.Callback]
+    """The config's callbacks by name."""
     attention: dict[str, str]
+    """Name of the attention kernel by kind of block."""
 
 
 def open_rank(plan: Plan) -> Rank:
@@ -152,9 +154,13 @@ def check_casts(config: Config, decision: Decision, device: torch.device) -> Non
 
 
 def check_casts_of_parts(plan: Plan, device: torch.device, layout: Layout) -> None:
-    """Raise AgreedError if native casts of the parts that ranks have of one tensor are not parts of the recipe's.
+    """Check native casts of tensors that are split over ranks, for recipes with one scale per tensor. Collective.
 
-    Collective. For recipes with a scale per tensor; `check_casts` is enough for all others.
+    Each rank casts its part with a scale of the whole tensor; the result must equal that part of the recipe's cast. For
+    recipes without such scales `check_casts` is enough.
+
+    Raises:
+        AgreedError: on every rank, if the result differs on one.
     """
     config, parts = plan.config, shared_parts(layout)
     if not parts or not any(native.whole_tensors for native in plan.decision.natives):
@@ -177,26 +183,30 @@ def check_compiler(config: Config, device: torch.device) -> None:
 
 
 def open_layout(plan: Plan, device: torch.device) -> Layout:
-    """Return this rank's layout and join its process group; a single rank that shards nothing needs none."""
+    """Join this rank's process group and return its layout; a single rank that shards nothing joins none.
+    Collective."""
     return Layout.joined(plan.parallel, plan.degrees, device, ranks_per_node(plan.config))
 
 
 class RankReport(NamedTuple):
-    """Facts of one rank. `runs`: how casts would run there; `compiled`: whether blocks would be compiled; `problems`:
-    reasons why it cannot train."""
+    """Facts of one rank that must be the same on all ranks, and its problems."""
 
     devices: int
+    """Ranks per machine."""
     config_hash: str
     runs: str
+    """How casts would run there: "native" or "emulated"."""
     compiled: bool
+    """Whether blocks would be compiled."""
     problems: tuple[Problem, ...]
+    """Reasons why this rank cannot train."""
 
 
 def agree_on_plan(plan: Plan, refusal: ConfigError | None = None) -> Plan:
-    """Return the plan with rank 0's config. Collective.
+    """Verify that all ranks have the same plan; return it with rank 0's config. Collective.
 
-    Ranks compose their configs separately, so default names, which contain a timestamp, may differ. `refusal` is the
-    reason why this rank cannot train.
+    Ranks compose their configs separately, so default names, which contain a timestamp, may differ. `refusal`: the
+    reason why this rank cannot train, None if it can.
 
     Raises:
         ConfigError: on every rank, with the problems of all ranks, or if ranks have different configs or would run
@@ -232,7 +242,7 @@ def agree_on_plan(plan: Plan, refusal: ConfigError | None = None) -> Plan:
 
 
 def problems_of_ranks(problems: list[tuple[Problem, ...]]) -> list[Problem]:
-    """Return the distinct problems of all ranks, each with its ranks unless all have it."""
+    """Return the distinct problems of all ranks, given by rank; each names its ranks unless all ranks have it."""
     found: dict[Problem, list[int]] = {}
     for rank, its in enumerate(problems):
         for each in dict.fromkeys(its):
@@ -244,12 +254,12 @@ def problems_of_ranks(problems: list[tuple[Problem, ...]]) -> list[Problem]:
 
 
 def listed(ranks: list[int]) -> str:
-    """Return ranks as "1, 4, 5"."""
+    """Return the numbers of `ranks` as text: "1, 4, 5"."""
     return ", ".join(map(str, ranks))
 
 
 def joined_ranks(config: Config) -> Ranks:
-    """Return the joined ranks for a health check. Collective."""
+    """Return this run's ranks as a health check needs them; they have joined a process group already. Collective."""
     here = rank_environment()
     local_rank, local_world = (here.local_rank, here.local_world) if here else (0, 1)
     return Ranks(local_rank, local_world, config.parallel.timeout_seconds)

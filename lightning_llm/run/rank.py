@@ -3,15 +3,16 @@
 - open (`opening.open_rank`): this rank's device, callbacks and layout; all ranks get the same plan.
 - prepare (`inputs.open_inputs`): data, and weights of other runs.
 - agree (`agreement.agree`): facts, machines and the run's folder, the same on all ranks.
-- fit (`build`, `watch`): module and Trainer, until the last step, a signal or a failure.
+- fit (`fit.fit`): module and Trainer, until the last step, a signal or a failure.
 
-With spikes.policy=rollback the last three are repeated from an earlier checkpoint.
+After the first phase rank 0 decides where the run starts (`decide_with_ranks`). With spikes.policy=rollback that and
+the last three phases are repeated from an earlier checkpoint (`go_back`).
 """
 
 import gc
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,23 +20,33 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from lightning_llm.base.errors import CallbackFailedError, StorageError, UnhealthyError
+from lightning_llm.base.errors import (
+    AgreedError,
+    CallbackFailedError,
+    ConfigError,
+    Problem,
+    StorageError,
+    UnhealthyError,
+)
 from lightning_llm.base.hardware import describe_device
 from lightning_llm.base.host_memory import give_back
 from lightning_llm.base.signals import GOES_ON, STOPPING, alarm_after, exit_code, not_ignored
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import how_to_resume
+from lightning_llm.data.mixing.addressing import Range
 from lightning_llm.parallel.cuda_environment import environment_line
-from lightning_llm.parallel.process_group import leave_process_group
+from lightning_llm.parallel.process_group import gather_objects, leave_process_group, object_of_first
 from lightning_llm.plan.report import notes, origin_lines, plan_line
 from lightning_llm.plan.resolve import Plan, compile_note
 from lightning_llm.run.agreement import agree
-from lightning_llm.run.build import attention_of, build_module, build_trainer
-from lightning_llm.run.inputs import Inputs, open_inputs
+from lightning_llm.run.fit import fit
+from lightning_llm.run.inputs import open_inputs
 from lightning_llm.run.launch.environment import die_with_launcher, is_first_rank, print_once, rank_environment
-from lightning_llm.run.launch.lock import RunLock
+from lightning_llm.run.launch.local_ranks import with_auto_resume
+from lightning_llm.run.launch.lock import RunLock, lock_run
 from lightning_llm.run.launch.slurm import requeue
 from lightning_llm.run.opening import (
     Rank,
@@ -47,26 +58,25 @@ from lightning_llm.run.opening import (
     refuse_unhealthy,
 )
 from lightning_llm.run.resume.resume_plan import branch_lines, resume_lines
-from lightning_llm.run.resume.start import Start
-from lightning_llm.run.resume.with_ranks import decide_with_ranks, go_back, rollback_line
-from lightning_llm.run.watch import failures_marked, watched_ranks
-from lightning_llm.tracking.loggers import LightningRunLogger
-from lightning_llm.tracking.mlflow.tracker import MLflowTracker, tracking_uri
+from lightning_llm.run.resume.rollback import Rollback, skipped_samples, write_rollbacks
+from lightning_llm.run.resume.start import Start, decide_start
+from lightning_llm.tracking.mlflow.tracker import tracking_uri
 from lightning_llm.tracking.mlflow.ui import ui_lines
 from lightning_llm.tracking.rank_liveness import RankSilentError
 from lightning_llm.tracking.run_state import FolderGoneError, is_among_jobs, mlflow_facts
-from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
-from lightning_llm.train.checkpoint.manifest import step_folders, step_of
-from lightning_llm.train.datamodule import CorpusDataModule
-from lightning_llm.train.run_folder import RunLogger
-from lightning_llm.train.spikes.policy import SpikeRollback, StepNotMadeError
+from lightning_llm.train.checkpoint.checkpointing import StoppedBySignal
+from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, step_folders, step_of
+from lightning_llm.train.checkpoint.verification import Verify, content_damage
+from lightning_llm.train.spikes import SpikeRollback, StepNotMadeError
 
 
 def run(plan: Plan, start: Start | None = None) -> int:
-    """Train from `start`, by default decided with all ranks; return 0, `exit_code` of the signal that stopped it, or 1.
+    """Run this rank of `plan` and return the process's exit code. Collective.
 
-    1: a step was not finite, spikes.policy ended the run, a callback failed, the run's folder could not be written, a
-    rank hangs, or trainer.health found a problem.
+    `start`: where training starts; None: rank 0 decides, by the content of the run's folder.
+
+    0: all steps are made. `exit_code(signal)`: a signal stopped the run. 1: a step was not finite, spikes.policy ended
+    the run, a callback failed, the run's folder could not be written, a rank hangs, or trainer.health found a problem.
 
     Raises:
         UnhealthyError: if a launcher started this rank; one of the ranks that raise it has reported it.
@@ -155,28 +165,91 @@ def opening_lines(rank: Rank, start: Start) -> Iterator[str]:
     yield from resume_lines(config, start) if start.parent is None else branch_lines(config, start)
 
 
-def fit(
-    rank: Rank, start: Start, inputs: Inputs, facts: dict[str, Any], write_first_files: Callable[[], None] | None
-) -> None:
-    """Build the module and the Trainer, and train. Raises as `train_from`."""
-    plan, config = rank.plan, rank.plan.config
-    module = build_module(plan, inputs.corpus, inputs.initial, inputs.distillation)
-    module.spikes.rollbacks_made = len(start.rollbacks)
-    loggers = run_loggers(config)
-    trainer = build_trainer(plan, rank.device, rank.layout, start, loggers, facts, rank.callbacks, write_first_files)
-    (checkpointing,) = (each for each in trainer.callbacks if isinstance(each, Checkpointing))
-    for number in not_ignored(STOPPING):
-        signal.signal(number, checkpointing.stop_outside_steps)
-    watched, marked = watched_ranks(config, module), failures_marked(config, rank.callbacks)
-    try:
-        with attention_of(plan, rank.attention), watched, marked, checkpointing.awaited():
-            trainer.fit(module, CorpusDataModule(inputs.corpus, config))
-    except SpikeRollback as spike:
-        if number := trainer.strategy.stop_signal:  # received in the same step, and known to all ranks
-            raise StoppedBySignal(number, checkpointing.saved_step) from spike
-        raise
-    if ended := module.ended_early:
-        print_once(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
+def decide_with_ranks(config: Config, locks: list[RunLock] | None = None) -> Start:
+    """Return how the run starts, as rank 0 decides. Each rank verifies its share of a checkpoint's files. Collective.
+
+    `locks`: list to which rank 0 appends the lock of the run's folder, which it acquires first; None: the folder is
+    already locked.
+
+    Raises:
+        ConfigError: on every rank, with the problems found by rank 0.
+    """
+    if not dist.is_initialized():
+        return _decide_locked(config, content_damage, locks)
+    decision: Start | ConfigError
+    if is_first_rank():
+        try:
+            decision = _decide_locked(config, _verify_on_all_ranks, locks)
+        except ConfigError as error:
+            decision = error
+        object_of_first(decision)
+    else:
+        nothing: Any = None  # replaced by rank 0's value
+        while isinstance(asked := object_of_first(nothing), Checkpoint):
+            _verify_share(asked)
+        decision = asked
+    if isinstance(decision, ConfigError):
+        raise AgreedError(decision.problems)
+    return decision
+
+
+def _decide_locked(config: Config, verify: Verify, locks: list[RunLock] | None) -> Start:
+    if locks is not None:
+        locks.append(lock_run(Path(config.run.dir)))
+    return decide_start(config, verify)
+
+
+def _verify_on_all_ranks(checkpoint: Checkpoint) -> list[Damage]:
+    """Return the damage found by all ranks. Called by rank 0 while the others wait in `decide_with_ranks`.
+
+    Raises:
+        ConfigError: the checkpoint's folder is not visible on a rank.
+    """
+    object_of_first(checkpoint)
+    found = _verify_share(checkpoint)
+    if blind := [str(rank) for rank, damage in enumerate(found) if damage is None]:
+        text = f"{checkpoint.folder} is not visible on rank(s) {', '.join(blind)}. Use storage shared by all nodes."
+        raise ConfigError(Problem("resume", text))
+    return [each for damage in found for each in damage or ()]
+
+
+def _verify_share(checkpoint: Checkpoint) -> list[list[Damage] | None]:
+    """Return the damage in each rank's share of the files, None from ranks that do not see them. Collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return gather_objects(content_damage(checkpoint, rank, world) if checkpoint.folder.is_dir() else None)
+
+
+def go_back(plan: Plan, start: Start, spike: SpikeRollback) -> tuple[Plan, Start, Rollback]:
+    """Save a rollback because of `spike`; return (plan, start, the rollback) with which the run continues. Collective.
+
+    `start`: where the session that met the spike had started. The saved file alone determines where the run continues,
+    so a run that is killed now resumes in the same way.
+
+    Raises:
+        ConfigError: on every rank, if it cannot be written, or no checkpoint is intact.
+    """
+    config = with_auto_resume(plan.config)
+    made = Rollback.from_record(spike.record, config, skipped_samples(config, start.rollbacks))
+    problem = None
+    if is_first_rank():
+        try:
+            write_rollbacks(Path(config.run.dir), [*start.rollbacks, made])
+        except OSError as error:
+            problem = Problem("run.dir", f"{config.run.dir} cannot be written ({error.strerror}). Fix this and resume.")
+    problem = object_of_first(problem)
+    if problem is not None:
+        raise AgreedError(problem) if dist.is_initialized() else ConfigError(problem)
+    return replace(plan, config=config), decide_with_ranks(config), made
+
+
+def rollback_line(plan: Plan, start: Start, spike: SpikeRollback, skipped: Range) -> str:
+    """Return the line to print about a rollback because of `spike` to `start`; `skipped`: range of samples left out."""
+    spikes = plan.config.spikes
+    first, last = skipped
+    return (
+        f"back   {spike}: rolled back to step {start.step}, skipping the samples {first} to {last} "
+        f"(rollback {len(start.rollbacks)} of at most {spikes.max_rollbacks}, spikes.max_rollbacks)"
+    )
 
 
 def report_end(error: BaseException, folder: str) -> int:
@@ -213,14 +286,6 @@ def print_locations(config: Config) -> None:
         tracked = mlflow_facts(Path(config.run.dir))
         for line in ui_lines(tracking_uri(config), tracked.get("experiment_id")):
             print_once(line)
-
-
-def run_loggers(config: Config) -> list[RunLogger]:
-    """Return the loggers of the run besides its own folder; only rank 0 has any."""
-    if config.logger.name == "none" or not is_first_rank():
-        return []
-    logger = MLflowTracker if config.logger.name == "mlflow" else LightningRunLogger
-    return [logger(config, Path(config.run.dir))]
 
 
 @contextmanager

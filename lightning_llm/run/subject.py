@@ -1,4 +1,5 @@
-"""Subject of `evaluate`, `probe` and `generate`: the trained weights at PATH with their config."""
+"""Subject of a verb that measures a model (`evaluate`, `probe`, `generate`): trained weights at PATH and their
+config."""
 
 import sys
 from collections.abc import Sequence
@@ -29,15 +30,14 @@ HUGGINGFACE_TOKENS = 256  # per sequence, the default of data.sequence_length
 
 @dataclass(frozen=True)
 class Subject:
-    """Opened `weights` and their `config`: that of their run, or one composed for a given text.
-
-    `kind` is "run" or "huggingface"; an imported folder counts as "huggingface" (weights and a tokenizer, no text).
-    `folder` is that of the run, or of the weights.
-    """
+    """Trained weights that a verb measures, and the config to measure them with."""
 
     folder: Path
+    """Folder of the run, or of the weights."""
     kind: str
+    """"run", or "huggingface" for a Hugging Face folder or an imported one (weights and a tokenizer, but no text)."""
     config: Config
+    """Config of the run; for "huggingface" one composed for the given text."""
     weights: Weights
 
     @property
@@ -48,11 +48,14 @@ class Subject:
 
     @property
     def codes(self) -> str | None:
-        """Format of the codes that the weights are read as, None if they are read as they are."""
+        """Name of the code format to which the weights are rounded (`--as`), None if they are not rounded."""
         return self.weights.format.name if isinstance(self.weights, CodeWeights) else None
 
     def as_codes(self, name: str) -> "Subject":
-        """Return it with the numbers that codes of format `name` stand for. Raises ConfigError if they cannot."""
+        """Return this subject with its weights rounded to the code format `name`, such as "nvfp4".
+
+        Raises ConfigError if the weights do not fit the format.
+        """
         recipe = self.config.precision if self.kind == "run" else None
         return replace(self, weights=CodeWeights(self.weights, CODES[name], recipe, key="--as"))
 
@@ -63,15 +66,21 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """Name of the output folder."""
+        """Name of the folder that results are written to: that of `folder`, with "-step=N" for a checkpoint."""
         return self.folder.name if self.step is None else f"{self.folder.name}-step={self.step}"
 
 
 def find_subject(path: Path, arguments: Sequence[str], text: Path | None, needs_data: bool = True) -> Subject:
-    """Return the subject at `path`; `arguments` are overrides of its config, `text` a file of documents.
+    """Return the subject at `path`: a run, a checkpoint, an imported folder or a Hugging Face folder.
 
-    With `needs_data`, a Hugging Face folder needs data overrides or `text`. Raises ConfigError if there are no weights,
-    or the arguments or the file do not fit them.
+    Args:
+        path: the folder.
+        arguments: overrides of its config.
+        text: file of documents to measure on, only for folders without a run.
+        needs_data: reject a folder without a run if neither `text` nor overrides of `data` are given.
+
+    Raises:
+        ConfigError: there are no weights, or the arguments or the file do not fit them.
     """
     path = path.expanduser().absolute()
     if is_folder_of_files(path):
@@ -134,7 +143,7 @@ def _text_words(text: Path | None) -> list[str]:
 
 
 def read_weights(subject: Subject) -> dict[str, Tensor]:
-    """Return the model's parameters by our names, fp32 on the CPU. Raises ConfigError as `verified_weights` does."""
+    """Return the subject's parameters by their names in a `Decoder`, fp32 on the CPU. Raises as `verified_weights`."""
     return dict(state_dict_of(verified_weights(subject), subject.config.model))
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.base.signals import signals_passed_on
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.judge import compare_runs
 from lightning_llm.compare.looks import Design, declare, read_design
@@ -26,7 +27,6 @@ from lightning_llm.compare.verdict_text import line_of
 from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.sweep import SweepConfig, read_margin
-from lightning_llm.run.launch.relay import signals_passed_on
 from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome, await_elsewhere, one_at_a_time, runs_elsewhere
 from lightning_llm.sweep.jobs import left_to_do, opened, start

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.signals import Relay, signals_passed_on
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.run.launch.relay import Relay, signals_passed_on
 from lightning_llm.sweep.decide import check_metric
 from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome, await_elsewhere, runs_elsewhere

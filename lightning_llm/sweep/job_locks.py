@@ -15,8 +15,8 @@ import psutil
 from filelock import FileLock, Timeout
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.signals import Relay
 from lightning_llm.run.launch.lock import is_locked
-from lightning_llm.run.launch.relay import Relay
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.provenance import is_of_this_machine
 from lightning_llm.tracking.run_state import SETTLED, state_of, whose

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.signals import Relay
 from lightning_llm.base.terminal import Waiting
 from lightning_llm.config.overrides import typed_value
 from lightning_llm.config.schema import Config
@@ -17,7 +18,6 @@ from lightning_llm.plan.report import notes
 from lightning_llm.plan.resolve import DerivedConfig, plan_of
 from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.run.launch.ray_cluster import in_sweep, ray_problems
-from lightning_llm.run.launch.relay import Relay
 from lightning_llm.run.resume.branch import with_branch_resolved
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time, runs_elsewhere
 from lightning_llm.sweep.local import run_here

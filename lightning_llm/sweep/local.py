@@ -16,9 +16,9 @@ from typing import Any
 
 from lightning_llm.base.hardware import has_nvidia_driver
 from lightning_llm.base.interpreter import python_environment, python_module
+from lightning_llm.base.signals import Relay
 from lightning_llm.config.workspace import config_dir_arguments
 from lightning_llm.config.yaml_file import write_config
-from lightning_llm.run.launch.relay import Relay
 from lightning_llm.sweep.job_locks import Outcome, locked, runs_elsewhere
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.tracking.run_state import JOB_VARIABLE, SETTLED, state_of

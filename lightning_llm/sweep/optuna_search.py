@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.signals import Relay, signals_passed_on
 from lightning_llm.config.config_hash import hashed_values, training_hash, without_observers
-from lightning_llm.run.launch.relay import Relay, signals_passed_on
 from lightning_llm.sweep.decide import check_metric
 from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome, await_elsewhere, one_at_a_time

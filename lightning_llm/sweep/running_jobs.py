@@ -22,10 +22,10 @@ from statistics import fmean, median
 import numpy as np
 
 from lightning_llm.base.errors import ConfigError
+from lightning_llm.base.signals import Relay
 from lightning_llm.compare.runs.losses import tail_of
 from lightning_llm.compare.statistics.intervals import simultaneous_intervals
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.run.launch.relay import Relay
 from lightning_llm.tracking.reading import Run, read_run
 from lightning_llm.tracking.sweep_definition import Job
 

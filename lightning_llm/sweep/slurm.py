@@ -11,9 +11,9 @@ from shutil import which
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.signals import Relay
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.run import LauncherConfig
-from lightning_llm.run.launch.relay import Relay
 from lightning_llm.sweep.job_locks import Outcome, allow_open_files, locked
 from lightning_llm.sweep.local import job_command, job_config_file
 from lightning_llm.sweep.progress import Progress

@@ -15,16 +15,20 @@ RECORD = "distil_kl"
 
 @dataclass
 class Distillation:
-    """Distillation from `teachers`, called like a decoder. Each rank holds them whole, so only data parallelism
-    works."""
+    """Distillation objective of the training step: teachers' logits, and the student's loss against them.
+
+    Each rank has whole teachers, so it works with data parallelism only.
+    """
 
     config: DistilConfig
     teachers: nn.Module
+    """One teacher or an `Ensemble`, called like a `Decoder`."""
     vocab_size: int
+    """Number of token ids that are compared, without padding."""
     _divergences: list[Tensor] = field(default_factory=list, init=False)
 
     def begin_step(self) -> None:
-        """Start a step."""
+        """Forget the divergences of the previous step."""
         self._divergences.clear()
 
     @torch.no_grad()
@@ -35,9 +39,15 @@ class Distillation:
         return logits
 
     def loss(self, loss: Tensor, logits: Tensor, teachers: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
-        """Return the objective of a micro-batch. `loss`: its share of the step's cross-entropy.
+        """Return the objective of a micro-batch: the weighted sum of its cross-entropy and its divergence from
+        teachers.
 
-        `teachers`: result of `targets`. `targets`: number of target tokens of the step.
+        Args:
+            loss: cross-entropy of the micro-batch, divided by the step's number of target tokens.
+            logits: the student's, [B, T, V].
+            teachers: the teachers', the result of `targets`.
+            labels: [B, T].
+            targets: number of target tokens of the step.
         """
         divergence = divergence_sum(logits, teachers, labels, self.config.temperature) / targets
         self._divergences.append(divergence.detach())
@@ -45,5 +55,5 @@ class Distillation:
         return divergence if weight == 1 else (1 - weight) * loss + weight * divergence
 
     def divergences(self) -> Tensor:
-        """Return the contribution of each micro-batch of this rank to the step's divergence, [A], fp32."""
+        """Return each micro-batch's share of the step's divergence, fp32 [micro-batches of this rank]."""
         return torch.stack(self._divergences)

@@ -7,14 +7,15 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 
 from lightning_llm.tracking.final_figures import stalled
-from lightning_llm.train.spikes.policy import NoUpdateError
+from lightning_llm.train.spikes import NoUpdateError
 
 
 class EarlyEnd(pl.Callback):
-    """Lets callbacks stop a run. Runs after the config's callbacks, `chosen` by name, and before those that write.
+    """Callback that lets other callbacks stop a run before its last step.
 
     Any callback on any rank may set `trainer.should_stop`. All ranks then stop after the same step, and
-    `pl_module.ended_early` names the callback and the reason.
+    `pl_module.ended_early` has its number, the callback and the reason. It must come after the config's callbacks
+    (`chosen`, by name) and before those that write files.
     """
 
     def __init__(self, chosen: Mapping[str, pl.Callback]):
@@ -54,10 +55,11 @@ def _is_known(callback: pl.Callback) -> bool:
 
 
 class FailStalledRun(pl.Callback):
-    """Raises `NoUpdateError` at the end of a stalled run, on every rank. Runs after the last checkpoint is written.
+    """Callback that raises `NoUpdateError` on every rank at the end of a run whose last updates were all skipped.
 
-    A run that is resumed with no step left is checked at its start, so that resuming does not turn it into a finished
-    one. A run stopped by a signal is not checked, because it has steps left.
+    The last checkpoint has been written by then. A run that is resumed with no step left is checked at its start, so
+    that resuming does not turn it into a finished one. A run stopped by a signal is not checked, because it has steps
+    left.
     """
 
     def __init__(self, begun_at_step: int = 0):

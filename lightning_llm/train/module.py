@@ -1,21 +1,25 @@
-"""The LightningModule: builds the model, the optimizer and the step, and passes batches to them."""
+"""Lightning's view of training: LightningModule (model, optimizer, step) and DataModule (batch n of the corpus)."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer import call
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_llm.base.folders import use_short_sockets
 from lightning_llm.config.schema import Config
-from lightning_llm.data.corpus import Batch, ValidationBatch
+from lightning_llm.data.corpus import Batch, Corpus, ValidationBatch
 from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
 from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.parallel.gathered_logits import GatheredLogits
 from lightning_llm.parallel.pp import PipelinedDecoder
+from lightning_llm.plan.memory.units import micro_batches_per_rank
 from lightning_llm.precision.cast.kernel_cache import tally
 from lightning_llm.precision.linear.swap import EMULATED
 from lightning_llm.precision.native.decide import Decision
@@ -23,9 +27,8 @@ from lightning_llm.train.distillation import Distillation
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantization import LossScaler, Quantization
 from lightning_llm.train.record_logger import RecordLogger
-from lightning_llm.train.spikes.policy import SpikePolicy
-from lightning_llm.train.state import TrainState
-from lightning_llm.train.step import TrainStep
+from lightning_llm.train.spikes import SpikePolicy
+from lightning_llm.train.step import TrainState, TrainStep
 from lightning_llm.train.validation import Validation
 
 HIGH_FIRST_LOSS = 1.0
@@ -33,12 +36,12 @@ HIGH_FIRST_LOSS = 1.0
 
 
 class LanguageModule(pl.LightningModule):
-    """Next-token prediction with a `Decoder`, in Lightning's manual optimization: `train_step` is the whole step.
+    """LightningModule of a run: next-token prediction with a `Decoder`; one batch is one optimizer step (`train_step`).
 
-    Callbacks read `step_record` in on_train_batch_end and may add measurements; `validation_record` is complete in
-    on_validation_end. The numbers of both are in `trainer.callback_metrics`: a step's from on_train_batch_end on, a
-    validation's from on_validation_epoch_end on. Values that callbacks `log` are added to the records. `ended_early`:
-    see `EarlyEnd`.
+    It uses Lightning's manual optimization. Callbacks read `step_record` in on_train_batch_end and may add
+    measurements; `validation_record` is complete in on_validation_end. The numbers of both are in
+    `trainer.callback_metrics`: a step's from on_train_batch_end on, a validation's from on_validation_epoch_end on.
+    Values that callbacks `log` are added to the records. `ended_early`: see `EarlyEnd`.
     """
 
     model: Decoder
@@ -73,7 +76,7 @@ class LanguageModule(pl.LightningModule):
         self.ended_early: dict[str, Any] | None = None
 
     def configure_model(self) -> None:
-        """Build on the meta device, swap linears, then shard and materialize by the strategy's layout."""
+        """Build the decoder for the strategy's layout: on the meta device, with quantized linears, then sharded."""
         if hasattr(self, "model"):
             return
         layout, device = self.trainer.strategy.layout, self.trainer.strategy.root_device
@@ -162,7 +165,7 @@ class LanguageModule(pl.LightningModule):
 
     @property
     def micro_batch_losses(self) -> Tensor:
-        """Contribution of each global micro-batch to the step's loss, [micro-batches], on every rank."""
+        """Share of each global micro-batch in the last step's loss, fp32 [micro-batches], the same on every rank."""
         return self.state.micro_batch_losses
 
     @property
@@ -240,7 +243,7 @@ class LanguageModule(pl.LightningModule):
 
 
 def set_completed_steps(trainer: Any, steps: int) -> None:
-    """Make Lightning count from `steps` when a run resumes, so that max_steps and validation intervals count all steps.
+    """Set Lightning's counters to `steps` completed ones when a run resumes, so that max_steps counts all steps.
 
     The loader starts at batch `steps` by itself, so the counters of the current epoch stay at zero. If the loops' full
     state were restored, Lightning would guess what was in progress when the checkpoint was written.
@@ -270,3 +273,72 @@ def validate_now(trainer: Any) -> None:
     loop.run()
     trainer.training = True
     connector._first_loop_iter = first
+
+
+WORKERS_ON_CUDA = 2
+"""Number of loader processes that prefetch batches when training on a GPU."""
+
+
+class StepDataset(Dataset[Batch]):
+    """Dataset whose item number `step` is this rank's batch of optimizer step `step` (0-based).
+
+    Batches are a pure function of config and seed.
+    """
+
+    def __init__(self, corpus: Corpus, micro_batches: list[int]):
+        """`micro_batches`: global indices of the micro-batches that this rank computes in every step."""
+        self.corpus, self.micro_batches = corpus, micro_batches
+
+    def __getitem__(self, step: int) -> Batch:
+        return self.corpus.micro_batches(step, self.micro_batches)
+
+
+class StepSampler(Sampler[int]):
+    """Sampler of step numbers from `first` up to, but not including, `last`."""
+
+    def __init__(self, first: int, last: int):
+        self.first, self.last = first, last
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.last))
+
+    def __len__(self) -> int:
+        return max(0, self.last - self.first)
+
+
+class CorpusDataModule(pl.LightningDataModule):
+    """DataModule of a run: a training batch per step, from the step where the run starts, and fixed validation
+    batches."""
+
+    def __init__(self, corpus: Corpus, config: Config):
+        super().__init__()
+        self.corpus = corpus
+        self.config = config
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        first = self.trainer.lightning_module.completed_steps
+        layout = self.trainer.strategy.layout
+        count = micro_batches_per_rank(self.config, layout.degrees)
+        workers = self.config.data.num_workers
+        if workers is None:
+            workers = WORKERS_ON_CUDA if self._on_cuda else 0
+        if workers:
+            use_short_sockets()
+        return DataLoader(
+            StepDataset(self.corpus, layout.micro_batches(count)),
+            batch_size=None,
+            sampler=StepSampler(first, self.config.trainer.max_steps),
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=self._on_cuda,
+        )
+
+    def val_dataloader(self) -> Any:
+        layout = self.trainer.strategy.layout
+        batches = self.corpus.validation_batches(self.config.data.micro_batch_size, layout.dp_rank, layout.degrees.dp)
+        fixed: Any = list(batches)
+        return DataLoader(fixed, batch_size=None, pin_memory=self._on_cuda)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return bool(self.trainer.strategy.root_device.type == "cuda")

@@ -1,4 +1,4 @@
-"""This rank's part of the model with everything needed to run it, shared by the step and the validation."""
+"""This rank's part of the model and everything needed to run it under a layout, for training step and validation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.schema import Config, ParallelConfig
+from lightning_llm.linalg.tensors import DTYPES
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.apply import Fill, InitialSlice, apply_parallel, materialise
 from lightning_llm.parallel.cp import SequenceSharder
@@ -26,14 +26,18 @@ from lightning_llm.train.quantization import Quantization
 
 @dataclass
 class ParallelModel:
-    """Everything that forward and backward passes need under a layout. Tests may replace attributes."""
+    """This rank's part of a model, and what its forward and backward passes need under a layout.
+
+    Tests may replace attributes.
+    """
 
     model: Decoder
-    """This rank's part of the model."""
+    """This rank's part of the model: all blocks, or those of its pipeline stages."""
     layout: Layout
     syncs: list[GradientSync]
     """One per pipeline stage of this rank, or one for the whole model."""
     pipeline: Pipeline | None
+    """None without pipeline parallelism."""
     sequence_sharder: SequenceSharder
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     """(logits [B, T, V] of this rank, labels [B, T]) -> sum of losses, fp32."""
@@ -49,9 +53,10 @@ class ParallelModel:
         initial: InitialSlice | None = None,
         fill: Fill = materialise,
     ) -> "ParallelModel":
-        """Build the decoder of `config` on the meta device, swap its linears, shard it and put it on `device`.
+        """Build this rank's part of the decoder of `config` on `device`: quantized linears, shards, initial weights.
 
-        `initial`: source of the initial weights; None: drawn from the seed. Collective.
+        `initial`: source of the initial weights; None: they are drawn from the seed. `fill`: function that allocates
+        and fills the parameters, which the dry run replaces. Collective.
         """
         precision, length = config.precision, config.data.sequence_length
         layout = layout.summing(config.chosen_algorithm)
@@ -72,12 +77,13 @@ class ParallelModel:
 
     @classmethod
     def in_this_process(cls, model: Any, quantization: Any = None) -> "ParallelModel":
-        """Return a `ParallelModel` for `model`, a decoder or a compatible callable, on a single rank."""
+        """Return a `ParallelModel` of one rank without sharding; `model`: a decoder, or a function called like one."""
         layout = Layout(ParallelConfig(name="single"), Degrees())
         return cls(model, layout, [], None, SequenceSharder(layout), next_token_loss_sum, quantization)
 
     def logits(self, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
-        """Return this rank's logits of its `tokens`; None on pipeline stages before the last. Collective."""
+        """Return logits [B, T, V] of this rank's `tokens` [B, T]; None on pipeline stages before the last.
+        Collective."""
         forward = self.pipeline.forward if self.pipeline else self.model
         logits: Tensor | None = forward(tokens, positions, document_ids)
         return logits
@@ -89,7 +95,7 @@ class ParallelModel:
 
     @property
     def token_multiple(self) -> int:
-        """Sequence lengths must be a multiple of this, so that ranks can share the tokens."""
+        """Number that sequence lengths must be a multiple of, so that ranks can split the tokens."""
         if self.layout.mesh is None:
             return 1
         sequence = self.layout.degrees.sequence
@@ -97,10 +103,10 @@ class ParallelModel:
 
     @property
     def whole(self) -> GatheredLogits | PipelinedDecoder:
-        """Model that returns logits of tokens on every rank, whatever part of the decoder the rank holds."""
+        """Callable that returns the logits of all token ids on every rank, whatever part of the decoder each holds."""
         return GatheredLogits(self.model, self.layout) if self.pipeline is None else PipelinedDecoder(self.pipeline)
 
     @property
     def copied_parameters(self) -> list[torch.nn.Parameter]:
-        """Parameters of this rank that another pipeline stage also holds and counts."""
+        """Parameters of this rank that another pipeline stage has, too, and counts in norms: tied embeddings."""
         return self.pipeline.copies if self.pipeline else []

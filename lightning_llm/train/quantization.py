@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.config.schema.precision import LossScalingConfig
-from lightning_llm.linalg.local_part import local
+from lightning_llm.linalg.tensors import local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.cast.inductor import Backend
 from lightning_llm.precision.linear.delayed import delayed_state, load_delayed_state, update_delayed
@@ -33,7 +33,7 @@ from lightning_llm.precision.recipe.module_rules import block_of
 
 
 class Quantization:
-    """Applies the recipe to one model. `decision`: whether its casts and GEMMs run natively here."""
+    """A precision recipe applied to one model through training: swap of layers, phases, random keys, delayed scales."""
 
     def __init__(
         self,
@@ -43,7 +43,15 @@ class Quantization:
         decision: Decision = EMULATED,
         backend: Backend | None = None,
     ):
-        """`backend`: implementation of emulated casts; None: chosen by the recipe and this machine."""
+        """Keep the recipe's settings; `swap` applies them to a model.
+
+        Args:
+            recipe: the precision recipe.
+            seed: of stochastic rounding.
+            max_steps: number of steps of the run, of which phases are fractions.
+            decision: whether casts and GEMMs run natively on this machine, or are emulated.
+            backend: implementation of emulated casts; None: chosen by the recipe and this machine.
+        """
         self.recipe = recipe
         self.decision, self.backend = decision, backend
         self.seed = seed
@@ -55,9 +63,10 @@ class Quantization:
         self._scales_at_start: list[tuple[QuantizedLinear, Tensor | None, Tensor | None]] = []
 
     def swap(self, model: nn.Module, num_layers: int, device_type: str, sharded: bool = False) -> None:
-        """Swap the model's linears, on the meta device; `report` lists the converted and the kept layers.
+        """Replace the linear layers of `model` that the recipe quantizes, in place, while it is on the meta device.
 
-        Also called for recipes without casts, which may set `wgrad_dtype`. `sharded`: FSDP2 will gather the weights.
+        `report` then lists replaced and kept layers. Also called for recipes without casts, which may set
+        `wgrad_dtype`. `sharded`: FSDP2 will gather the weights.
         """
         sum_in_fp32()
         self._num_layers = num_layers
@@ -85,7 +94,8 @@ class Quantization:
             layer.register_forward_hook(after_forward)
 
     def take_overflow(self) -> Tensor | None:
-        """Return and reset whether an operand was not finite since the last call, a bool; None if not checked."""
+        """Return whether an operand was Inf or NaN since the last call, as a bool tensor; None if that is not
+        checked."""
         if self._overflow is None:
             return None
         seen = self._overflow.clone()
@@ -109,7 +119,7 @@ class Quantization:
         return "\n       ".join([line, *notes])
 
     def begin_step(self, model: nn.Module, step: int) -> None:
-        """Apply the phase of `step` (from 0)."""
+        """Apply the recipe's phase of step number `step` (from 0) to `model`, before its forward pass."""
         recipe = self.recipe.at(step, self.max_steps)
         if recipe != self._in_force:
             set_recipe(model, recipe, self._num_layers)
@@ -118,8 +128,10 @@ class Quantization:
             self._scales_at_start = [(each, each.scale, each.amax_history) for each in quantized_layers(model)]
 
     def keep_weight_casts(self, model: nn.Module, blocks: Mapping[int, bool]) -> None:
-        """Cache casts of weights while weights do not change: of `blocks`, by global index, rotated ones if
-        requested."""
+        """Let layers cache casts of their weights within a step, while weights do not change.
+
+        `blocks`: {index of a block: whether to cache the rotated (Hadamard) cast, too}; other blocks cache nothing.
+        """
         for layer in quantized_layers(model):
             index = block_of(layer.name)
             if not layer.plan.fixed and index is not None and index in blocks:
@@ -127,7 +139,8 @@ class Quantization:
 
     @contextmanager
     def weights_held(self, model: nn.Module) -> Iterator[None]:
-        """Context in which weights do not change, so reduced amaxes and cached casts stay valid."""
+        """Context of a step's forward and backward passes, in which weights do not change, so that casts may be
+        cached."""
         sources = [each.plan.weight_casts for each in quantized_layers(model) if each.plan.weight_casts is not None]
         for source in sources:
             source.begin_step()
@@ -165,7 +178,10 @@ class Quantization:
             update_delayed(model, reduce_max, "micro_batch")
 
     def end_step(self, model: nn.Module, reduce_max: Callable[[Tensor], Tensor]) -> None:
-        """Update the delayed scales that change with every step; `reduce_max` is the maximum of amaxes over ranks."""
+        """Update the delayed scales that change with every step. Collective.
+
+        `reduce_max` returns the elementwise maximum of a tensor of amaxes over ranks.
+        """
         update_delayed(model, reduce_max, "step")
 
     @property
@@ -177,7 +193,7 @@ class Quantization:
 
     @contextmanager
     def high_precision(self, model: nn.Module) -> Iterator[None]:
-        """Run the same weights without any cast."""
+        """Context in which the model's forward pass uses the same weights without any cast."""
         with high_precision_forward(model):
             yield
 
@@ -198,9 +214,10 @@ class Quantization:
 
 
 class LossScaler:
-    """`torch.amp.GradScaler` over all ranks, with hysteresis and a minimum. Without loss scaling the scale is 1."""
+    """Loss scaling, as `torch.amp.GradScaler`, but over all ranks, with hysteresis and a minimum scale."""
 
     def __init__(self, config: LossScalingConfig | None):
+        """`config`: None: no loss scaling; the scale is 1."""
         self.config = config
         self.state = LossScale.initial(config) if config else None
 
@@ -215,14 +232,15 @@ class LossScaler:
         return self.config is not None and self.scale > self.config.floor
 
     def describe(self) -> dict[str, Any]:
-        """Return the entries of a step's record."""
+        """Return the entries of a step's record: the scale; {} without loss scaling."""
         return {"loss_scale": self.scale} if self.state else {}
 
     def unscale(self, parameters: list[nn.Parameter], layout: Layout, overflow: Tensor | None) -> Tensor | None:
-        """Divide all gradients by the scale, once and before clipping; return whether any rank saw an overflow.
+        """Divide all gradients by the scale, in place; return whether any rank saw an overflow. Collective.
 
-        Like GradScaler, it checks the unscaled gradients for Inf and NaN. `overflow`: whether this rank has seen one
-        elsewhere, a bool. Returns 1 or 0 on the device, None without loss scaling. Collective.
+        Call it once per step, before clipping. Like GradScaler, it checks the divided gradients for Inf and NaN.
+        `overflow`: a bool tensor, whether this rank has seen one elsewhere; None if that is not checked. Returns 1 or 0
+        on the device, None without loss scaling.
         """
         if self.state is None:
             return None
@@ -236,6 +254,6 @@ class LossScaler:
         return layout.reduce(found.int(), dist.ReduceOp.MAX, "world")
 
     def update(self, overflow: bool) -> None:
-        """Update the scale after a step."""
+        """Change the scale after a step: lower it after an `overflow`, raise it after enough steps without one."""
         if self.state is not None and self.config is not None:
             self.state = self.state.after_step(overflow, self.config)

@@ -1,4 +1,4 @@
-"""Logging from callbacks to `metrics.jsonl`: the Trainer's only logger, and `self.log`."""
+"""Values that callbacks log (by `self.log` or `trainer.logger`) become entries of the records in metrics.jsonl."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +12,12 @@ OWN_PREFIXES = ("val_loss", "event")
 
 
 class RecordLogger(Logger):
-    """Keeps values logged by callbacks until the next record is written, on every rank; rank 0 writes its own.
+    """The Trainer's only logger: collects values logged by callbacks until the next record is written (`take`).
 
-    `trainer.logger.log_metrics` (LearningRateMonitor, DeviceStatsMonitor) passes values. `self.log` passes a name,
-    because only Lightning knows how the value is reduced. `experiment` is that of the chosen logger: TensorBoard's
-    SummaryWriter or wandb's Run; None if there is none, and on ranks other than 0.
+    It exists on every rank; rank 0 writes its own values. `trainer.logger.log_metrics` (LearningRateMonitor,
+    DeviceStatsMonitor) passes values. `self.log` passes a name, because only Lightning knows how the value is reduced.
+    `experiment` is that of the chosen logger: TensorBoard's SummaryWriter or wandb's Run; None if there is none, and on
+    ranks other than 0.
     """
 
     def __init__(self, run_dir: Path, loggers: Sequence[Any] = ()):
@@ -43,12 +44,12 @@ class RecordLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """Experiment object of the chosen logger."""
+        """Experiment object of the logger chosen in the config, for callbacks; None if there is none."""
         found = (getattr(logger, "experiment", None) for logger in self._loggers)
         return next((each for each in found if each is not None), None)
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Do nothing, because they are in config.yaml."""
+        """Do nothing, because hyperparameters are in config.yaml."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Keep `metrics` for the record of the step in progress."""

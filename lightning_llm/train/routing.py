@@ -1,4 +1,4 @@
-"""The routers of a step: load of the experts for its record, and the bias that balances it without a loss.
+"""Routers of experts in a training step: figures of the experts' load, and biases that balance it without a loss.
 
 Letters: E experts of a block, c their choices in a step over all micro-batches and ranks.
 """
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.linalg.local_part import local
+from lightning_llm.linalg.tensors import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.experts.kinds import MoE
 from lightning_llm.model.experts.moe import MixtureOfExperts
@@ -30,7 +30,7 @@ class _Router(NamedTuple):
 
 
 class Routing:
-    """Counts of this rank's routers over a step, their figures over all ranks, and the updates of their biases.
+    """All routers of this rank in a step: their counts, figures of them over all ranks, and updates of their biases.
 
     The figures of a block are, in the record as means over blocks by "moe/FIGURE":
 
@@ -55,13 +55,16 @@ class Routing:
         self._loads: list[Tensor] = []
 
     def begin_step(self) -> None:
-        """Forget the counts of the step before."""
+        """Reset the counts of all routers before a step."""
         for router in self.routers:
             router.module.begin_step()
 
     @torch.no_grad()
     def figures(self) -> dict[str, Tensor]:
-        """Return the step's figures for its record, the same on every rank. Collective."""
+        """Return the step's figures for its record ("moe/load_max" and so on), the same on every rank. Collective.
+
+        {} for a model without experts.
+        """
         if not self.blocks_in_all:
             return {}
         counts = [self._counts(router.module) for router in self.routers]

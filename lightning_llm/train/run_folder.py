@@ -47,19 +47,25 @@ CHECKED_EVERY_SECONDS = 1.0
 
 @runtime_checkable
 class RunLogger(Protocol):
-    """Additional destination of records. No method may raise or delay training.
+    """Protocol of loggers: further destinations of a run's records. No method may raise or delay training.
 
-    A callback with these methods is used as one, too.
+    A callback with these methods is used as a logger, too.
     """
 
     def open(self, facts: Mapping[str, Any], resumed_from_step: int | None) -> None:
-        """Start; `metrics.jsonl` exists, and `facts` is the initial content of `summary.json`."""
+        """Start logging. `facts`: initial content of summary.json; `resumed_from_step`: None for a new run.
+
+        `metrics.jsonl` exists by then.
+        """
 
     def record(self, record: Record) -> None:
-        """Receive one record, which is already in `metrics.jsonl`."""
+        """Log one record (of a step or a validation), which is already in `metrics.jsonl`."""
 
     def close(self, status: Status, detail: str, figures: Mapping[str, Any]) -> None:
-        """End within a bounded time; all files of the folder are written."""
+        """Stop logging, within a bounded time. `status`, `detail`: how the run ended; `figures`: its final figures.
+
+        All files of the folder are written by then.
+        """
 
     def summary_fields(self) -> dict[str, Any]:
         """Return this logger's entries of `summary.json`, as far as they are known."""
@@ -101,10 +107,13 @@ class RunFolder(pl.Callback):
         self._started = self._began = 0.0
 
     def open(self, device: str) -> None:
-        """Begin the run: truncate `metrics.jsonl`, write the first `summary.json`, open the loggers. `device`: a line.
+        """Begin the run: truncate `metrics.jsonl`, write the first `summary.json`, open the loggers.
 
-        Raises ConfigError if the folder cannot be written or has records of a run that is not being resumed;
-        StorageError if writing fails only after records have been truncated.
+        `device`: description of the device for the summary.
+
+        Raises:
+            ConfigError: the folder cannot be written, or has records of a run that is not being resumed.
+            StorageError: writing fails only after records have been truncated.
         """
         self._started, self._began = time.time(), time.monotonic()
         try:
@@ -197,7 +206,10 @@ class RunFolder(pl.Callback):
             raise StorageError(f"{self.metrics_path} could not be written: {error.strerror}") from error
 
     def close(self, status: Status, detail: str = "") -> None:
-        """Write how the run ended. Only the first call after `open` has an effect."""
+        """End the run: write `status`, `detail` and final figures to summary.json, draw the loss, close the loggers.
+
+        Only the first call after `open` has an effect.
+        """
         if self._file is None or self._file.closed:
             return
         self._file.close()

@@ -1,13 +1,13 @@
 """One optimizer step, from a batch to an update of the weights, under every layout and precision recipe.
 
 `TrainStep.__call__` is the whole step, top to bottom. All its dependencies are passed in, and it does not depend on
-Lightning: `module.py` creates it and calls it once per batch. `algorithm.py` has further changes of the weights.
+Lightning: `module.py` creates it and calls it once per batch. An `Algorithm` may change the weights after the update.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,11 @@ from lightning_llm.optim.optimizer import LearningRate
 from lightning_llm.parallel.grad_norm import clip_gradients, gradient_norm
 from lightning_llm.parallel.pp import Pipeline
 from lightning_llm.parallel.whole_matrices import WholeMatrices
-from lightning_llm.train.algorithm import Algorithm
 from lightning_llm.train.distillation import RECORD, Distillation
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantization import LossScaler
 from lightning_llm.train.routing import Routing
-from lightning_llm.train.spikes.policy import SpikePolicy
-from lightning_llm.train.state import TrainState
+from lightning_llm.train.spikes import SpikePolicy
 from lightning_llm.train.weight_rounding import WeightRounding
 
 _library = torch.library.Library("lightning_llm", "FRAGMENT")
@@ -53,8 +51,88 @@ def read_numbers(values: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 @dataclass
+class TrainState:
+    """Progress of a run and metrics of its newest step, the same on every rank. A checkpoint stores the counts."""
+
+    step_tokens: int
+    """Number of tokens of one step, over all ranks."""
+    completed_steps: int = 0
+    """Optimizer steps since the first start, including those before resumes."""
+    skipped_steps: int = 0
+    """Completed steps without an update, skipped by the loss scaler or `spikes`: they do not advance the schedule."""
+    skipped_in_a_row: int = 0
+    """Consecutive skipped updates up to the last step; 0 after an update."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """Metrics of the step in progress, or of the last one: a line of metrics.jsonl."""
+    micro_batch_losses: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """Contribution of each global micro-batch to the step's loss, [micro-batches], fp32."""
+
+    @property
+    def updates(self) -> int:
+        """Number of updates of the weights."""
+        return self.completed_steps - self.skipped_steps
+
+    def open_record(self, learning_rate: float) -> dict[str, Any]:
+        """Start the record of the next step and return it; its `loss` is None until the step has read it."""
+        step = self.completed_steps + 1
+        self.record = {"step": step, "tokens": step * self.step_tokens, "loss": None, "lr": learning_rate}
+        return self.record
+
+    def count_step(self, skipped: bool) -> None:
+        """Count the step in progress as completed; `skipped`: without an update."""
+        self.completed_steps += 1
+        self.skipped_steps += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+
+
+class Algorithm(Protocol):
+    """Protocol of training algorithms: changes of the weights after each optimizer update, and their state.
+
+    Local-update methods are examples: DiLoCo's outer step every H inner steps (Douillard et al. 2023, arXiv
+    2311.08105), or Streaming DiLoCo's of one fragment at a time, overlapped with its communication (arXiv 2501.18512).
+    The config class chooses the axes over which gradients are summed in every step (`AlgorithmConfig.summed_axes`).
+    """
+
+    def after_update(self, step: int, record: dict[str, Any]) -> None:
+        """Act on the weights after the inner update of step number `step`, from 1, in place, without gradients.
+
+        Called on every rank in every completed step, including skipped ones, so collectives are allowed. Add values to
+        log to the step's `record`.
+        """
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state tensors by layout-independent names, sharded like the parameters they belong to.
+
+        A checkpoint saves these tensors and loads into them, so the same names must exist before the first step. Wait
+        for pending communication first.
+        """
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the remaining state as JSON data, the same on every rank."""
+
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Restore the result of `numbers`, after the tensors have been loaded."""
+
+
+class Synchronous:
+    """Synchronous training as an `Algorithm`: changes nothing after the optimizer's update and keeps no state."""
+
+    def after_update(self, step: int, record: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def numbers(self) -> dict[str, Any]:
+        return {}
+
+    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
+@dataclass
 class TrainStep:
-    """The step: each rank computes gradients of its micro-batches, their sum updates the weights; then `algorithm`."""
+    """One optimizer step as a callable: gradients of all micro-batches are summed over ranks and update the weights."""
 
     parallel: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -63,12 +141,13 @@ class TrainStep:
     scaler: LossScaler
     spikes: SpikePolicy
     clip_norm: float | None
+    """Largest global gradient norm; None: no clipping."""
     state: TrainState
     before_zero_grad: Callable[[], None]
     """Called while the gradients of the previous step still exist."""
     on_gradients: list[Callable[[Tensor], None]]
-    """Called in turn with the step's loss, between reduction and update. Gradients are those of the whole step, times
-    the loss scale and not clipped. They may be changed, identically on all ranks that hold them."""
+    """Functions called in turn with the step's loss, between reduction and update. Gradients are then those of the
+    whole step, times the loss scale and not clipped. They may be changed, identically on all ranks that hold them."""
     vote: Callable[[], dict[str, Tensor]] = dict
     """Collective. Named integers, identical on all ranks, fetched to the host together with the step's metrics."""
     agree: Callable[[dict[str, int]], None] = lambda votes: None
@@ -76,7 +155,7 @@ class TrainStep:
     distillation: Distillation | None = None
     """Distillation objective; None trains on the next-token loss only."""
     routing: Routing | None = None
-    """Counts and biases of routers; None without."""
+    """Counts and biases of the routers of experts; None: no such metrics."""
 
     @classmethod
     def build(

@@ -1,4 +1,4 @@
-"""Lightning strategy over a `Layout`: ranks, devices, reductions, loading of a checkpoint and requests to stop."""
+"""Lightning's strategy for any `Layout`: ranks, devices, reductions, loading of a checkpoint and requests to stop."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +18,8 @@ from lightning_llm.train.module import set_completed_steps
 
 
 class TrainStrategy(ModelParallelStrategy):
-    """The strategy of every layout. Ranks and their process group exist before the Trainer is created."""
+    """Lightning strategy of all runs, for any layout. Ranks and their process group exist before the Trainer is
+    created."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class TrainStrategy(ModelParallelStrategy):
         return {"num_replicas": self.layout.degrees.dp, "rank": self.layout.dp_rank}
 
     def _configure_launcher(self) -> None:
-        """Use none: torch.distributed.run or Slurm has started the ranks."""
+        """Configure no launcher, because torch.distributed.run or Slurm has started the ranks."""
 
     def setup_environment(self) -> None:
         if self.accelerator is None:
@@ -90,9 +91,10 @@ class TrainStrategy(ModelParallelStrategy):
         return self.save_failed_here() if self.layout.mesh is None else self._agreed_on_failure
 
     def vote(self) -> dict[str, Tensor]:
-        """Return (signal received by any rank, 0 if none; whether a save failed on any rank), once in every step.
+        """Exchange requests to stop and failed saves with all ranks, once in every step. Collective.
 
-        Collective; empty for a single rank. The values are on the device; pass them to `agree` once they are read.
+        Return {"stop": the signal that any rank has received, or 0; "save_failed": 1 if a save failed on any rank, else
+        0} as tensors on the device; pass the numbers to `agree` once they are read. {} for a single rank.
         """
         if self.layout.mesh is None:
             return {}
@@ -102,7 +104,7 @@ class TrainStrategy(ModelParallelStrategy):
         return {"stop": flags[0], "save_failed": flags[1]}
 
     def agree(self, votes: Mapping[str, int]) -> None:
-        """Stop after the step in progress if there is a signal or a failed save (nonzero)."""
+        """Take the numbers that `vote` has returned: `stop_signal` and `save_failed` then have them on all ranks."""
         self._agreed_to_stop = votes.get("stop", 0)
         self._agreed_on_failure = bool(votes.get("save_failed", 0))
 
@@ -116,7 +118,7 @@ class TrainStrategy(ModelParallelStrategy):
         return reduced / self.layout.degrees.dp if mean else reduced
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks of the world, or any of them, decide so."""
+        """Return whether `decision` is true on all ranks of the world (`all=True`) or on any of them. Collective."""
         flag = torch.tensor(int(decision), device=self.root_device)
         if dist.is_initialized():
             dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)

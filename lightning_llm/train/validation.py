@@ -1,4 +1,4 @@
-"""Validation loss of fixed batches, per view of the weights and per source, under every layout."""
+"""Validation loss on fixed batches: with the recipe and without casts, and per source, under every layout."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ from lightning_llm.parallel.dp_shard import reshard
 from lightning_llm.train.parallel_model import ParallelModel
 
 VIEWS = ("val_loss", "val_loss_high_precision")
-"""Views of the weights: with the recipe's forward pass, and without any cast. The second separates damage to the
-weights from error of the forward pass. Recipes without casts have only the first."""
+"""Views of the weights, as keys of records: with the recipe's forward pass, and without any cast. The second separates
+damage to the weights from error of the forward pass. Recipes without casts have only the first."""
 
 
 @dataclass
 class Validation:
-    """Sums of losses and counts of target tokens, over one pass through the validation batches."""
+    """One pass through the validation batches: sums of losses and counts of target tokens, and the means at its end."""
 
     parallel: ParallelModel
     source_names: list[str]
@@ -32,7 +32,7 @@ class Validation:
     """Sums of losses and counts of tokens so far, fp64 [views, sources, 2]."""
 
     def begin(self) -> None:
-        """Start a pass over the validation batches."""
+        """Start a pass through the validation batches: reset all sums."""
         shape = len(VIEWS), len(self.source_names), 2
         self.sums = torch.zeros(shape, dtype=torch.float64, device=self.device)
 

@@ -1,4 +1,4 @@
-"""How optimizers write updated weights to bf16 parameters: `precision.update.rounding`.
+"""Rounding of updated weights to bf16 parameters (`precision.update.rounding`): stochastic, or with compensation.
 
 A bf16 number has 8 significant bits, so a change of less than 1/512 of a weight is lost to rounding to nearest.
 `stochastic` keeps it in the mean: a weight between two neighbors becomes the upper one with the probability of its
@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_llm.base.keyed_hash import name_word
-from lightning_llm.linalg.local_part import local
+from lightning_llm.linalg.tensors import local
 from lightning_llm.parallel.torch_private import shard_offset
 from lightning_llm.precision.cast.random_bits import Origin, element_words, hash_words, word
 
 ELEMENTS_AT_ONCE = 1 << 22
-"""An update works on so many elements at a time, in fp32, so that it needs no second copy of a large parameter."""
+"""Number of elements that an update converts to fp32 at once, so that it needs no second copy of a large parameter."""
 COMPENSATION = "compensation"
-"""Name in the optimizer's state of what `kahan` keeps."""
+"""Name of the tensor of rounding errors in the optimizer's state (`kahan`)."""
 
 
 class WeightRounding:
-    """Reads the weights of bf16 parameters as fp32 and rounds updated ones, in pieces of whole rows.
+    """Writer of updated weights to bf16 parameters by one method of rounding, in pieces of whole rows.
 
     The random bits of `stochastic` are a function of (seed, update, name of the parameter, place in the whole tensor),
     so every layout rounds alike.
@@ -39,22 +39,29 @@ class WeightRounding:
         seed: int,
         updates: Callable[[], int],
     ):
-        """`parameters`: all that the optimizer updates, by their names in the whole model. `updates`: made so far."""
+        """Prepare to round the parameters of an optimizer.
+
+        Args:
+            rounding: the method.
+            parameters: all parameters of the optimizer with their names in the whole model.
+            seed: of the random bits.
+            updates: returns the number of updates made so far, which selects the random bits.
+        """
         self.rounding, self.seed, self.updates = rounding, seed, updates
         self._words = {id(parameter): name_word(name) for name, parameter in parameters}
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the compensation of a parameter for `kahan`, sharded like the parameter; otherwise nothing."""
+        """Return {"compensation": zeros, sharded like the parameter} for `kahan`, and {} for `stochastic`."""
         return {COMPENSATION: torch.zeros_like(parameter, requires_grad=False)} if self.rounding == "kahan" else {}
 
     @torch.no_grad()
     def update(
         self, parameter: nn.Parameter, state: dict[str, Tensor], change: Callable[[Tensor, slice], Tensor]
     ) -> None:
-        """Replace this rank's part of the weights by `change`'s results, rounded.
+        """Update this rank's part of a parameter in place: replace its weights by the rounded results of `change`.
 
-        `change` takes fp32 weights [rows, ...], which it may write to, and the slice of the first axis that they are
-        of. It returns the updated ones in fp32.
+        `change(weights, rows)` takes fp32 weights [rows, ...], which it may overwrite, and their slice of the first
+        axis, and returns the updated weights in fp32. `state`: the parameter's state in the optimizer.
         """
         weight, kept = local(parameter), local(state.get(COMPENSATION))
         for rows in pieces(weight):

@@ -11,7 +11,7 @@ from lightning_llm import quantize
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
 from lightning_llm.precision.linear.plan import SLOT_NAMES
-from lightning_llm.train.spikes.policy import NonFiniteError
+from lightning_llm.train.spikes import NonFiniteError
 from tests.parallel.traced_run import run_with
 from tests.precision.any_module.models import Model, batches, eager, loss_of
 from tests.run_metrics import curve, read_metrics, same_weights

@@ -15,7 +15,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.redact import WHOLE_URIS_VARIABLE, redact_uri, with_credentials
 from lightning_llm.config.sweep_space import compose_sweep
-from lightning_llm.run import rank as run
+from lightning_llm.run import fit as run
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker, tracking_uri
 from lightning_llm.tracking.sweep_definition import SweepSource, command_with_seeds, define, write_sweep
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from lightning_llm.health.collectives import BUS_FACTORS
+from lightning_llm.health.communication import BUS_FACTORS
 from lightning_llm.health.devices import FORMATS
 from lightning_llm.health.outliers import ALPHA, LEAST_SLOWDOWN, rounds_for
 from lightning_llm.health.thresholds import NAMES, read_thresholds

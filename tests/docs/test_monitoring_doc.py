@@ -11,7 +11,7 @@ from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import SpikesConfig
 from lightning_llm.plan.check import check_config
-from lightning_llm.train.spikes.detector import Kind
+from lightning_llm.train.spikes import Kind
 
 HOWTO = Path(__file__).parents[2] / "docs" / "howto"
 SPIKES, *OTHERS = ((HOWTO / f"{name}.md").read_text(encoding="utf-8") for name in ("spikes", "monitor", "stragglers"))

@@ -14,8 +14,8 @@ from torch import nn
 from lightning_llm.config.schema.model import NORMS, ModelConfig
 from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES
 from lightning_llm.model.spec import ForwardPass
+from lightning_llm.optim.kinds import learning_rate_factor
 from lightning_llm.optim.matrices import on_one_rank
-from lightning_llm.optim.schedule import learning_rate_factor
 from tests.model.model_shapes import llama
 
 

@@ -1,7 +1,7 @@
 from typing import Literal
 
 from lightning_llm.config.schema.optim import SCHEDULES, ScheduleConfig
-from lightning_llm.optim.schedule import progress
+from lightning_llm.optim.kinds import progress
 
 
 @SCHEDULES.register

@@ -16,7 +16,8 @@ import yaml
 
 from lightning_llm.base.errors import UnhealthyError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.health import collectives, links
+from lightning_llm.health import communication as collectives
+from lightning_llm.health import communication as links
 from lightning_llm.health import devices as speeds
 from lightning_llm.health.check import check_health
 from lightning_llm.health.devices import Extent

@@ -11,9 +11,8 @@ import torch
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.health import devices, disk
 from lightning_llm.health.check import blamed_pairs, blamed_ranks, check_health
-from lightning_llm.health.collectives import BUS_FACTORS, CollectiveTime, WrongValues
+from lightning_llm.health.communication import BUS_FACTORS, CollectiveTime, WrongValues, pairings
 from lightning_llm.health.devices import FORMATS, Extent, SquareProduct
-from lightning_llm.health.links import pairings
 from lightning_llm.health.ranks import Ranks
 from lightning_llm.health.thresholds import NAMES, Threshold, config_problems, device_problems, read_thresholds
 

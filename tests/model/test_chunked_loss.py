@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from lightning_llm.config.compose import compose_config
-from lightning_llm.linalg.cast_linear import linear_with_unrounded_wgrad
-from lightning_llm.model import logit_chunks
+from lightning_llm.linalg.gemm import linear_with_unrounded_wgrad
+from lightning_llm.model import flops as logit_chunks
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.linear import Linear

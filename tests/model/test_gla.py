@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_llm.config.compose import compose_config
-from lightning_llm.model.recurrent import gla as gla_chunked
-from lightning_llm.model.recurrent.gla import continue_from, gated_linear_attention
+from lightning_llm.model import gla as gla_chunked
+from lightning_llm.model.gla import continue_from, gated_linear_attention
 from lightning_llm.model.structure import shape_problems
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.divisibility import sharding_problems

@@ -124,7 +124,7 @@ def test_a_run_by_blocks_is_the_run_by_pairs(words, small_run, tmp_path, monkeyp
     common += ["trainer.max_steps=3", "checkpoint.every_steps=null"]
     called = []
     for by_blocks in (False, True):
-        monkeypatch.setattr("lightning_llm.run.rank.attention_of", lambda *_, by=by_blocks: attention_by("auto", by))
+        monkeypatch.setattr("lightning_llm.run.fit.attention_of", lambda *_, by=by_blocks: attention_by("auto", by))
         monkeypatch.setattr(attention, "flex_attention", lambda *a, **k: called.append(1) or flex(*a, **k))
         assert main(["train", *small_run(tmp_path / str(by_blocks), *common)]) == 0
         assert bool(called) == by_blocks

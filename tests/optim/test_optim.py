@@ -16,10 +16,10 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import OptimConfig, ParallelConfig
 from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES, ParameterShard
 from lightning_llm.optim.adamw8bit import dequantized, dynamic_map, quantized
+from lightning_llm.optim.kinds import learning_rate_factor
 from lightning_llm.optim.matrices import on_one_rank
 from lightning_llm.optim.muon import orthogonalised
 from lightning_llm.optim.optimizer import LearningRate, groups_of, initialise_state, role_of
-from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.grad_norm import clip_gradients, gradient_norm
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.check import check_config

@@ -11,8 +11,8 @@ import pytest
 from lightning_llm.__main__ import main
 from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.workspace import program, resume_command, sync_command
-from lightning_llm.run import rank as run
-from lightning_llm.run.build import build_trainer
+from lightning_llm.run import fit as run
+from lightning_llm.run.fit import build_trainer
 from lightning_llm.tracking.mlflow.store import own_process
 from lightning_llm.tracking.mlflow.ui import _port, ui_command, ui_lines
 from lightning_llm.train.checkpoint.checkpointing import StoppedBySignal

@@ -33,7 +33,7 @@ forkserver.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "torch._dynamo",
         "lightning.pytorch",
-        "lightning_llm.run.build",
+        "lightning_llm.run.fit",
         "lightning_llm.run.rank",
         "lightning_llm.train.run_folder",
         "lightning_llm.config.compose",

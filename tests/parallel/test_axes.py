@@ -13,6 +13,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config
+from lightning_llm.optim.kinds import SynchronousConfig
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.axes.dp_replicate import ReplicaAxis
 from lightning_llm.plan.check import check_config
@@ -21,7 +22,6 @@ from lightning_llm.plan.search.pricing import Pricer
 from lightning_llm.plan.search.report import layout_name
 from lightning_llm.plan.search.space import Choice, Space, typed_values
 from lightning_llm.plan.traffic import sent_at
-from lightning_llm.train.algorithm import SynchronousConfig
 from tests.parallel.rank_group import RankGroup
 from tests.parallel.traced_run import Trace, difference, run_with, traced_run, unsaved_run, whole
 from tests.run_metrics import read_tensors

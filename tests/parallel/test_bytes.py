@@ -21,8 +21,8 @@ from lightning_llm.dry_run.counting import SentBytes
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.model.structure import mixer_of
+from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.optim.optimizer import role_of
-from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.parallel.apply import expensive_ops
 from lightning_llm.parallel.dp_shard import sharded_modules
 from lightning_llm.parallel.tree import TreeSum

@@ -12,7 +12,7 @@ import pytest
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.dry_run.rank import CPU, count_step
-from lightning_llm.model import logit_chunks as loss_spec
+from lightning_llm.model import flops as loss_spec
 from lightning_llm.model import loss as chunked_loss
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.memory.rank_bytes import memory_bytes

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
 from lightning_llm.precision.linear.statistics import SUMS
-from lightning_llm.train.spikes.policy import NonFiniteError
+from lightning_llm.train.spikes import NonFiniteError
 from tests.parallel.traced_run import run_with
 
 

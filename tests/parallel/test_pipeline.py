@@ -19,7 +19,7 @@ from lightning_llm.parallel import pp as pipeline_module
 from lightning_llm.parallel.pp import Pipeline
 from lightning_llm.parallel.pp_stage import TrainStage
 from lightning_llm.plan.stages import bubble_fraction, receives_waiting
-from lightning_llm.train.spikes.policy import NonFiniteError
+from lightning_llm.train.spikes import NonFiniteError
 from tests.parallel.traced_run import difference, run_with, traced_run
 
 SHORT = ["trainer.max_steps=2", "schedule.warmup_steps=1"]

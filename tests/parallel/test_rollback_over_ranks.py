@@ -10,8 +10,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.run.opening import open_rank
-from lightning_llm.run.rank import train_with_rollbacks
-from lightning_llm.run.resume.with_ranks import decide_with_ranks
+from lightning_llm.run.rank import decide_with_ranks, train_with_rollbacks
 from tests.planted import corrupted_samples
 from tests.run_metrics import curve
 

@@ -8,7 +8,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.train.checkpoint.verification import newest_verified
-from lightning_llm.train.spikes.policy import SpikeStop
+from lightning_llm.train.spikes import SpikeStop
 from tests.parallel.traced_run import Trace, difference, traced_run
 from tests.planted import corrupted
 from tests.run_metrics import read_metrics

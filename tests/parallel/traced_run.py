@@ -16,12 +16,12 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.degrees import resolve_degrees
 from lightning_llm.run.agreement import prepare_folder
-from lightning_llm.run.build import build_module, build_trainer
+from lightning_llm.run.fit import build_module, build_trainer
 from lightning_llm.run.inputs import open_initial, open_teachers
 from lightning_llm.run.opening import open_layout, quiet_lightning
-from lightning_llm.run.resume.with_ranks import decide_with_ranks
+from lightning_llm.run.rank import decide_with_ranks
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing
-from lightning_llm.train.datamodule import CorpusDataModule
+from lightning_llm.train.module import CorpusDataModule
 from tests.run_metrics import curve
 
 Trace = dict[str, Any]

@@ -12,7 +12,7 @@ from lightning_llm.base.hardware import describe_device
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.config.schema.run import Hardware
-from lightning_llm.optim.state_bytes import state_bytes
+from lightning_llm.optim.kinds import state_bytes
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.memory.units import units_of
 from lightning_llm.plan.report import notes, plan_facts, plan_line, render

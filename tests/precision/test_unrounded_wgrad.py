@@ -6,8 +6,7 @@ from torch import nn
 
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.compose import compose_config
-from lightning_llm.linalg.cast_linear import linear_with_unrounded_wgrad
-from lightning_llm.linalg.gemm import linear
+from lightning_llm.linalg.gemm import linear, linear_with_unrounded_wgrad
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.precision.linear.delayed import update_delayed
 from lightning_llm.precision.linear.module import set_step_key

@@ -17,9 +17,8 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.linalg import gemm
 from lightning_llm.plan.report import RULES, known_issues
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.run import facts
-from lightning_llm.run.agreement import agree_on_fingerprint
-from lightning_llm.run.facts import driver_version, fingerprint
+from lightning_llm.run import agreement as facts
+from lightning_llm.run.agreement import agree_on_fingerprint, driver_version, fingerprint
 from lightning_llm.run.resume.start import Start
 from lightning_llm.tracking.files import chain_of, sealed_records, summary_of, write_json
 from lightning_llm.tracking.provenance import process_mark, send_signal
@@ -133,7 +132,7 @@ def test_resume_strict_rejects_a_changed_environment_and_writes_nothing(begun, t
         changed(monkeypatch, cpu="AVX2", os="Linux 1.0")
     else:
         monkeypatch.setattr(
-            "lightning_llm.run.facts.versions", lambda: {**summary_of(begun[0])["versions"], "torch": "9"}
+            "lightning_llm.run.agreement.versions", lambda: {**summary_of(begun[0])["versions"], "torch": "9"}
         )
     before = {path: path.read_bytes() for path in begun[0].rglob("*") if path.is_file()}
     assert go_on(begun, tmp_path, "trainer.max_steps=3", "resume_strict=true") == 2

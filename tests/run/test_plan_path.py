@@ -50,6 +50,6 @@ def test_a_plan_never_returns_to_a_module_that_it_has_left(small_run, tmp_path, 
             main(["train", *small_run(tmp_path)])
     finally:
         sys.setprofile(before)
-    phases = ["opening", "inputs", "agreement", "build"]
+    phases = ["opening", "inputs", "agreement", "fit"]
     assert [each for each in found if each in phases] == phases, " > ".join(found)
     assert len(found) == len(set(found)), " > ".join(found)

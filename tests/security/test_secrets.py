@@ -18,7 +18,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.redact import redacted, secret_in
 from lightning_llm.config.run_paths import secret_problems
 from lightning_llm.model.weights.write import TensorToWrite, write_tensors
-from lightning_llm.run import rank
+from lightning_llm.run import fit
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker
 
@@ -73,7 +73,7 @@ def test_a_run_that_fails_leaves_no_secret_and_modes_are_the_users(
 def test_a_failed_run_tracked_by_mlflow_leaves_no_secret(
     tmp_path: Path, small_run: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank, "MLflowTracker", partial(MLflowTracker, close_seconds=300.0))
+    monkeypatch.setattr(fit, "MLflowTracker", partial(MLflowTracker, close_seconds=300.0))
     fail_under_077(tmp_path, small_run, capfd, "logger=mlflow")
     assert (tmp_path / "runs" / "mlflow.db").is_file()
 

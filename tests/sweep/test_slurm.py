@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_llm.base.errors import ConfigError
+from lightning_llm.base.signals import Relay
 from lightning_llm.config.compose import compose_config
-from lightning_llm.run.launch.relay import Relay
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import array_parameters, run_on_slurm, slurm_problems
 from lightning_llm.tracking.run_state import detail_of, state_of

@@ -14,7 +14,7 @@ from scipy import signal, stats
 
 from lightning_llm.config.schema import SpikesConfig
 from lightning_llm.tracking.files import read_records
-from lightning_llm.train.spikes.detector import SpikeState
+from lightning_llm.train.spikes import SpikeState
 
 CURVE = Path(__file__).with_name("quickstart_curve.txt")
 WARMUP = 60

@@ -31,9 +31,8 @@ from lightning_llm.precision.linear.plan import KeptCasts
 from lightning_llm.precision.linear.weight_rules import kept_slots
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantization import LossScaler, Quantization
-from lightning_llm.train.spikes.policy import SpikePolicy
-from lightning_llm.train.state import TrainState
-from lightning_llm.train.step import TrainStep
+from lightning_llm.train.spikes import SpikePolicy
+from lightning_llm.train.step import TrainState, TrainStep
 from tests.precision.recipes import RECIPES, load
 
 FULL = pytest.mark.full

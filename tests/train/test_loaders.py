@@ -10,7 +10,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.data.corpus import Batch, ValidationBatch
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.train.datamodule import CorpusDataModule
+from lightning_llm.train.module import CorpusDataModule
 
 WORDS = ["model=llama_tiny", "data=python", "callbacks=none", "logger=none"]
 

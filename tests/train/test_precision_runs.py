@@ -21,7 +21,7 @@ from lightning_llm.tracking.final_figures import stalled
 from lightning_llm.tracking.reading import read_run
 from lightning_llm.tracking.run_state import state_of
 from lightning_llm.train.quantization import Quantization
-from lightning_llm.train.spikes.policy import SpikePolicy, SpikeStop
+from lightning_llm.train.spikes import SpikePolicy, SpikeStop
 from tests.parallel.traced_run import run_with
 from tests.run_metrics import read_metrics, read_tensors, same_weights
 

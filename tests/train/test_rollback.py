@@ -18,7 +18,7 @@ from lightning_llm.data.corpus import Corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.run.resume.rollback import Rollback, read_rollbacks, write_rollbacks
 from lightning_llm.tracking.reading import read_run
-from lightning_llm.train.spikes.policy import SpikePolicy, SpikeRollback
+from lightning_llm.train.spikes import SpikePolicy, SpikeRollback
 from tests.planted import corrupted_samples, infinite_gradient
 from tests.run_metrics import curve, read_metrics, same_weights, steps_saved
 
@@ -167,4 +167,4 @@ def test_a_rollback_leaves_out_the_samples_of_its_step_and_those_before(step, sk
     config = SimpleNamespace(
         data=SimpleNamespace(global_batch_size=BATCH), spikes=SimpleNamespace(rollback_skip_steps=skip_steps)
     )
-    assert Rollback.of({"step": step}, config, skipped).skipped == expected
+    assert Rollback.from_record({"step": step}, config, skipped).skipped == expected

@@ -9,8 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from lightning_llm.config.schema import SpikesConfig
-from lightning_llm.train.spikes.detector import Finding, SpikeState
-from lightning_llm.train.spikes.policy import SpikePolicy, SpikeStop
+from lightning_llm.train.spikes import Finding, SpikePolicy, SpikeState, SpikeStop
 from tests.train.noise import clean_steps, false_alarms, read_curve
 
 CONFIG = SpikesConfig()

@@ -20,19 +20,17 @@ from lightning_llm.model.auxiliary import AuxiliaryLosses
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.optim.kinds import learning_rate_factor
 from lightning_llm.optim.optimizer import LearningRate
-from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.apply import checkpoint_blocks
 from lightning_llm.parallel.cp import SequenceSharder
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.train.algorithm import Synchronous
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantization import LossScaler, Quantization
-from lightning_llm.train.spikes.policy import NonFiniteError, SpikePolicy
-from lightning_llm.train.state import TrainState
-from lightning_llm.train.step import TrainStep
+from lightning_llm.train.spikes import NonFiniteError, SpikePolicy
+from lightning_llm.train.step import Synchronous, TrainState, TrainStep
 
 MODEL = ModelConfig(
     name="tiny", vocab_size=32, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, ffn_hidden_size=32,

@@ -20,7 +20,7 @@ from lightning_llm.compare.curves.table import Column
 from lightning_llm.compare.runs.losses import LEARNED_BELOW
 from lightning_llm.config.schema import SpikesConfig
 from lightning_llm.tracking.reading import Run
-from lightning_llm.train.spikes.detector import SHIFT_BOUND, SIGMA_OF_DIFFERENCES, SpikeState
+from lightning_llm.train.spikes import SHIFT_BOUND, SIGMA_OF_DIFFERENCES, SpikeState
 
 ARM = "arm"
 STATED = ("global_batch_size", "sequence_length", "tokens_per_step", "total_steps", "world_size")

@@ -14,7 +14,7 @@ MIXERS: Registry[Group] = Registry(
     "mixer",
     "lightning_llm.model.attention.kinds",
     "lightning_llm.model.attention.latent_kind",
-    "lightning_llm.model.recurrent.kinds",
+    "lightning_llm.model.kinds",
 )
 FEED_FORWARDS: Registry[Group] = Registry(
     "feed-forward network", "lightning_llm.model.kinds", "lightning_llm.model.experts.kinds"

@@ -1,8 +1,7 @@
 """`optim`, `schedule` and `algorithm`: update rule, learning rate over time, training algorithm. Registered kinds.
 
-A kind is a subclass of `OptimConfig` (`optim/kinds.py`), `ScheduleConfig` (`optim/schedule.py`) or `AlgorithmConfig`
-(`train/algorithm.py`), or of one of them in an installed package (docs/howto/extend.md). Its fields are its YAML keys.
-The planner and the training code call its methods.
+A kind is a subclass of `OptimConfig`, `ScheduleConfig` or `AlgorithmConfig`: in `optim/kinds.py`, or in an installed
+package (docs/howto/extend.md). Its fields are its YAML keys. The planner and the training code call its methods.
 """
 
 from collections.abc import Iterable, Sequence
@@ -149,7 +148,7 @@ class ScheduleConfig(Group):
 
 
 OPTIMIZERS: Registry[OptimConfig] = Registry("optimizer", "lightning_llm.optim.kinds", key="name")
-SCHEDULES: Registry[ScheduleConfig] = Registry("schedule", "lightning_llm.optim.schedule", key="name")
+SCHEDULES: Registry[ScheduleConfig] = Registry("schedule", "lightning_llm.optim.kinds", key="name")
 
 
 class AlgorithmConfig(Group):
@@ -173,11 +172,11 @@ class AlgorithmConfig(Group):
         raise NotImplementedError
 
     def build(self, parameters: Iterable[tuple[str, Any]], layout: Any) -> Any:
-        """Return the `train.algorithm.Algorithm` over this rank's (name, nn.Parameter) pairs.
+        """Return the `train.step.Algorithm` over this rank's (name, nn.Parameter) pairs.
 
         `layout` is the `parallel.layout.Layout`, with the groups of ranks to reduce over.
         """
         return resolve_name(self.module)(parameters, self)
 
 
-ALGORITHMS: Registry[AlgorithmConfig] = Registry("training algorithm", "lightning_llm.train.algorithm", key="name")
+ALGORITHMS: Registry[AlgorithmConfig] = Registry("training algorithm", "lightning_llm.optim.kinds", key="name")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.dtypes import DTYPES
+from lightning_llm.linalg.tensors import DTYPES
 from lightning_llm.model.interop.families import StoredParameter, architecture, stored_as
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.write import TensorToWrite

@@ -8,7 +8,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.model import DEFAULT_LAYERS
 from lightning_llm.model.spec import LinearSpec
 from lightning_llm.model.structure import feed_forward_of, for_layers, mixer_of
-from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.axes.axis import Dimension, MeshAxis, divisors
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.divisibility import ShardedAxis

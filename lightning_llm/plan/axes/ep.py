@@ -8,7 +8,7 @@ from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.model.experts.kinds import MoE
 from lightning_llm.model.structure import feed_forward_of, for_layers
-from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.axes.axis import AXES, MeshAxis, divisors
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.units import uses_fsdp

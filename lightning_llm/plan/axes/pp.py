@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config
-from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.axes.axis import Dimension, MeshAxis, divisors
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.units import micro_batches_per_rank

@@ -19,7 +19,7 @@ from lightning_llm.model.structure import (
     norm_of,
     replicated_within,
 )
-from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.axes.axis import Dimension, MeshAxis, divisors
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.divisibility import SHARD_AXES, ShardedAxis, shared_side

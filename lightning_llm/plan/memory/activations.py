@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from lightning_llm.config.schema import Config
 from lightning_llm.model.attention.kinds import AttentionSpec
-from lightning_llm.model.logit_chunks import rows_at_once
+from lightning_llm.model.flops import rows_at_once
 from lightning_llm.model.spec import ForwardPass, SavedTensor
 from lightning_llm.model.structure import block_parts, mixer_of, norm_of
-from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.attention_kernel import takes_blocks
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.accounting import OURS, Accounting

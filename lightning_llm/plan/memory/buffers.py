@@ -14,7 +14,7 @@ from lightning_llm.config.schema.optim import ParameterShard, role_in_block
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.model.spec import LinearSpec
 from lightning_llm.model.structure import block_linears, linear_names
-from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.degrees import Degrees, replica_axes
 from lightning_llm.plan.divisibility import SHARD_AXES
 from lightning_llm.plan.memory.accounting import OURS, Accounting

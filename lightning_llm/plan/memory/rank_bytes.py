@@ -5,9 +5,9 @@ from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 from lightning_llm.config.schema import Config
-from lightning_llm.model.logit_chunks import CHUNK_ELEMENTS
+from lightning_llm.model.flops import CHUNK_ELEMENTS
 from lightning_llm.model.structure import block_parameters
-from lightning_llm.optim.state_bytes import DTYPE_BYTES, StateBytes, state_bytes
+from lightning_llm.optim.kinds import DTYPE_BYTES, StateBytes, state_bytes
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.accounting import OURS, Accounting
 from lightning_llm.plan.memory.activations import (

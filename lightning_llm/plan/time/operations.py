@@ -11,7 +11,7 @@ from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.spec import LinearSpec, MemoryPass, Mixer
 from lightning_llm.model.structure import block_linears, block_parts, for_layers, mixer_of
-from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.axes.ep import exchanged_bytes
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.activations import tokens_of

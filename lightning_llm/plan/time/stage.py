@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lightning_llm.model.spec import LinearSpec, Size, hidden
 from lightning_llm.model.structure import norm_of
-from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.memory.activations import loss_chunks, recomputed_layers
 from lightning_llm.plan.memory.buffers import gathered_units
 from lightning_llm.plan.memory.units import Unit, reduces_once, shard_ranks, sums_in_tree, uses_fsdp

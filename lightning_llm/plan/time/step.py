@@ -10,7 +10,7 @@ from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.config.schema.optim import ParameterShard
 from lightning_llm.model.flops import flops_per_token
 from lightning_llm.model.structure import linear_names
-from lightning_llm.optim.state_bytes import state_bytes
+from lightning_llm.optim.kinds import state_bytes
 from lightning_llm.plan.attention_kernel import takes_blocks
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees, replica_axes

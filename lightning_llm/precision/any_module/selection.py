@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.linalg.cast_linear import CastOnUse
+from lightning_llm.linalg.gemm import CastOnUse
 
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?:\.|$)")
 """Parts of a name that torch.compile, activation checkpointing and FSDP1 add."""

@@ -11,8 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_llm.base.keyed_hash import StepKey, name_word
 from lightning_llm.config.schema.precision import DelayedConfig, PrecisionConfig, slots_of
-from lightning_llm.linalg.cast_linear import Reduce, linear_with_unrounded_wgrad
-from lightning_llm.linalg.gemm import linear
+from lightning_llm.linalg.gemm import Reduce, linear, linear_with_unrounded_wgrad
 from lightning_llm.linalg.grouped import GroupedLinear
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.random_bits import hash_words

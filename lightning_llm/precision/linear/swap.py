@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
-from lightning_llm.linalg.cast_linear import CastOnUse
+from lightning_llm.linalg.gemm import CastOnUse
 from lightning_llm.linalg.grouped import GroupedLinear
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.inductor import Backend

@@ -39,10 +39,12 @@ SAVE_SECONDS = 120
 
 
 class ExitStatus(NamedTuple):
-    """Outcome of a run's ranks: the exit code, and a description of the lost rank, or None."""
+    """How the ranks of a run ended."""
 
     code: int
+    """Exit code of the command."""
     lost: str | None = None
+    """Description of the lost rank; None if none was lost, so that a restart would not help."""
 
 
 def crowd_note(config: Config, cores: int) -> str | None:
@@ -90,7 +92,7 @@ def _run_ranks(config: Config, quiet: bool) -> ExitStatus:
 
 
 def ended_by_signal(number: int, folder: Path) -> ExitStatus:
-    """Return how a run ended after a signal to its ranks; report it if they did not save in time."""
+    """Return how a run ended after signal `number` was sent to its ranks; report it if they did not save in time."""
     if (detail := summary_of(folder)) and detail["status"] == "running":
         text = f"error: the ranks did not save within {SAVE_SECONDS} s after the signal and were killed"
         print(text, file=sys.stderr)
@@ -102,7 +104,10 @@ def ended_by_signal(number: int, folder: Path) -> ExitStatus:
 
 @contextmanager
 def passed_on(folder: Path) -> Iterator[None]:
-    """Forward SIGUSR1, which torch's agent does not handle, to the ranks; stop the run if it is not yet training."""
+    """Context that forwards SIGUSR1, which torch's agent does not handle, to the ranks of the run in `folder`.
+
+    If the run is not yet training, the signal stops it.
+    """
     from torch.distributed.elastic.multiprocessing import SignalException
 
     def pass_on(number: int, frame: FrameType | None) -> None:

@@ -32,7 +32,7 @@ ONE_TRY = "RAY_NUM_REDIS_GET_RETRIES", "1"
 
 
 def ray_problems(config: Config) -> Iterator[Problem]:
-    """Yield the reasons why Ray cannot place the ranks."""
+    """Yield the reasons why Ray cannot place the ranks of the run; none if `launcher` is not ray."""
     launcher, devices = config.launcher, config.trainer.devices
     if launcher.name != "ray":
         return
@@ -65,7 +65,7 @@ def bundle(config: Config, gpus_there: bool) -> dict[str, float]:
 
 
 def in_words(asked: dict[str, float]) -> str:
-    """Return resources as text: "2 CPU, 1 GPU"."""
+    """Return requested resources as text: "2 CPU, 1 GPU"."""
     shown = {name: amount / 2**30 if "memory" in name else amount for name, amount in asked.items()}
     return ", ".join(f"{amount:g} {'GiB of memory' if name == 'memory' else name}" for name, amount in shown.items())
 
@@ -121,7 +121,10 @@ def _knock(ray: Any, address: str) -> None:
 
 @contextmanager
 def in_sweep(launcher: LauncherConfig) -> Iterator[None]:
-    """Let the jobs of a sweep share one Ray if it has to be started here; each job connects to it itself."""
+    """Context of a sweep in which its jobs share one Ray, started here if `launcher` names none.
+
+    Each job connects to it by the environment variable RAY_ADDRESS.
+    """
     if launcher.name != "ray" or address_of(launcher) is not None:
         yield
         return

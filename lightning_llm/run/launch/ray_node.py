@@ -1,27 +1,50 @@
-"""Ray actor that runs torch's agent on one machine. Imports only the standard library."""
+"""One machine of a run placed by Ray: the actor that Ray starts there, and the command that the actor runs.
+
+The actor `RayNode` runs `python -m lightning_llm.run.launch.ray_node REPORT`. That command reads its `Task` from stdin
+as JSON, runs the machine's ranks with torch's agent, and writes failures to the file REPORT.
+"""
 
 import contextlib
 import json
 import os
+import platform
 import queue
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from lightning_llm.base.errors import ConfigError
+from lightning_llm.base.imports import slow_imports
 from lightning_llm.base.interpreter import python_environment, python_module
+from lightning_llm.base.signals import die_with_parent
+from lightning_llm.config.from_file import load_config
+from lightning_llm.config.redact import redacted
+from lightning_llm.config.schema import Config
+from lightning_llm.config.workspace import open_config_dir
+from lightning_llm.config.yaml_file import in_memory
+from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
+from lightning_llm.plan.resolve import DerivedConfig
+from lightning_llm.run.launch.local_ranks import SAVE_SECONDS, passed_on
+from lightning_llm.run.launch.torch_agent import Node, launch_ranks
 
 Event = tuple[str, Any]
-"""("out" or "err", text written by the ranks); the last event is ("end", exit code and report of the agent)."""
+"""("out" or "err", a line that a rank has printed). The last event is ("end", {"code": exit code, **report})."""
 ENDS = 2
 """Number of streams to read until their end."""
 
 
 class RayNode:
-    """Run one command and forward its output. `run` occupies one thread of the actor; other methods use another."""
+    """Ray actor that runs one command on its machine and forwards the command's output.
+
+    `run` occupies one thread of the actor until the command has ended; Ray calls the other methods in other threads.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -29,7 +52,7 @@ class RayNode:
         self._changing = threading.Lock()
 
     def endpoint(self) -> str:
-        """Return an address of this machine with a free port."""
+        """Return "ADDRESS:PORT" of this machine, with a port that is free now."""
         import ray
 
         address = ray.util.get_node_ip_address()
@@ -66,7 +89,7 @@ class RayNode:
             yield "end", {"code": process.wait(), **found}
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the command, once it runs."""
+        """Send signal `number` to the command; if it does not run yet, as soon as it does."""
         with self._changing:
             if self._process is None:
                 self._before.append(number)
@@ -111,5 +134,89 @@ def _events(process: subprocess.Popen[str], task: str) -> Iterator[Event]:
 
 
 def agent_command() -> list[str]:
-    """Return the command that each machine runs, with the Python of Ray's workers there."""
-    return python_module("lightning_llm.run.launch.node_agent")
+    """Return the command line that runs `main` with the Python interpreter of this process."""
+    return python_module("lightning_llm.run.launch.ray_node")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one machine has to run."""
+
+    config: str
+    """The run's config as YAML."""
+    config_dir: list[str]
+    """["--config-dir", FOLDER], or [] without such a folder."""
+    cpus: int
+    """CPU cores for all ranks of the machine."""
+    node: dict[str, Any] | None
+    """Fields of this machine's `Node`; None if the run has only one machine."""
+    quiet: bool
+    """Whether to discard the ranks' stdout."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the task as JSON data."""
+        return asdict(self)
+
+
+def main() -> int:
+    """Run this machine's ranks until all have ended; return the exit code.
+
+    0: all ranks succeeded. 1: a rank failed or a signal was received, as described in the report. 2: the config is not
+    valid on this machine (reported on stderr).
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # it is started by a thread of Ray with SIGINT blocked
+    die_with_parent()
+    report, task = Path(sys.argv[1]), Task(**json.load(sys.stdin))
+    try:
+        config = _read(task)
+        set_allocator()
+        set_missing(wanted(DerivedConfig(config, to_train=True).plan()))
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: on {platform.node()}: {redacted(str(problem))}", file=sys.stderr)
+        return 2
+    found = _run(config, task)
+    report.write_text(json.dumps(found), encoding="utf-8")
+    return 1 if found else 0
+
+
+def _read(task: Task) -> Config:
+    open_config_dir(Path(task.config_dir[1]) if task.config_dir else None)
+    with os.fdopen(os.memfd_create("task.yaml"), "wb") as file:
+        file.write(task.config.encode())
+        file.flush()
+        return load_config(Path(f"/proc/{os.getpid()}/fd/{file.fileno()}"), [])
+
+
+def _run(config: Config, task: Task) -> dict[str, Any]:
+    """Return {} if all ranks succeeded, else the received signal or the failures by rank."""
+    with slow_imports():
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    count, node = config.trainer.devices, Node(**task.node) if task.node else None
+    threads = config.trainer.threads or max(1, task.cpus // count)
+    try:
+        with in_memory(config) as file, passed_on(Path(config.run.dir)):
+            words = "train", "--config", str(file), *task.config_dir
+            seconds = SAVE_SECONDS
+            launch_ranks(count, words, threads=threads, shutdown_seconds=seconds, quiet=task.quiet, node=node)
+    except SignalException as stop:
+        return {"signal": int(stop.sigval)}
+    except ChildFailedError as error:
+        return {"failures": {rank: _as_data(failure) for rank, failure in error.failures.items()}}
+    return {}
+
+
+def _as_data(failure: Any) -> dict[str, Any]:
+    return {
+        "local_rank": failure.local_rank,
+        "pid": failure.pid,
+        "exitcode": failure.exitcode,
+        "timestamp": failure.timestamp,
+        "error": failure.error_file_data if isinstance(failure.message, dict) else None,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

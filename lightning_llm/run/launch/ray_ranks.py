@@ -1,6 +1,6 @@
 """Ranks of a run placed by Ray on one or more machines: start, watch, restart after a loss.
 
-On each machine torch's agent starts the ranks, as under torchrun (`node_agent`); Ray chooses the machines.
+On each machine torch's agent starts the ranks, as under torchrun (`ray_node`); Ray chooses the machines.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.imports import slow_imports
-from lightning_llm.base.signals import exit_code
+from lightning_llm.base.signals import Relay, exit_code, signals_passed_on
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import config_dir_arguments, how_to_resume
 from lightning_llm.config.yaml_file import config_text
@@ -33,10 +33,8 @@ from lightning_llm.run.launch.local_ranks import (
     with_auto_resume,
 )
 from lightning_llm.run.launch.lock import lock_run
-from lightning_llm.run.launch.node_agent import Task
 from lightning_llm.run.launch.ray_cluster import bundle, connected, in_words, is_own, machines, too_small
-from lightning_llm.run.launch.ray_node import RayNode
-from lightning_llm.run.launch.relay import Relay, signals_passed_on
+from lightning_llm.run.launch.ray_node import RayNode, Task
 from lightning_llm.run.launch.torch_agent import Node
 from lightning_llm.tracking.files import mark_failed
 from lightning_llm.tracking.rank_liveness import clear_beats
@@ -133,7 +131,10 @@ def _actor(ray: Any, group: Any, number: int, asked: dict[str, float]) -> Any:
 
 
 class PlacedRanks:
-    """One start of a run's ranks on the machines `nodes`. Implements `Started`: a signal goes to all of them."""
+    """One start of a run's ranks on the machines of the actors `nodes` (`RayNode`).
+
+    A receiver of signals (`base.signals.Started`): a signal goes to all machines.
+    """
 
     def __init__(self, ray: Any, nodes: list[Any]):
         self.ray, self.nodes = ray, nodes
@@ -198,7 +199,7 @@ class PlacedRanks:
 
     @property
     def failures(self) -> dict[int, dict[str, Any]]:
-        """Failures by rank, over all machines."""
+        """Failures by rank over all machines, as reported by torch's agents: exit code, time, exception."""
         found: dict[int, dict[str, Any]] = {}
         for report in self.reports.values():
             found |= {int(rank): each for rank, each in report.get("failures", {}).items()}

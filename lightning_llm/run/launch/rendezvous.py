@@ -35,11 +35,11 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def get_backend(self) -> str:
-        """Return the name in the agent's log."""
+        """Return the name of this rendezvous in the agent's log."""
         return NAME
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store, with rank 0 of 1."""
+        """Return the store and this agent's place in the rendezvous, which is rank 0 of 1."""
         if self._store is None:
             listener = socket.create_server((ADDRESS, 0))
             port = listener.getsockname()[1]
@@ -48,11 +48,11 @@ class LoopbackRendezvous(RendezvousHandler):
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, where)
 
     def is_closed(self) -> bool:
-        """Return whether the agent has closed it."""
+        """Return whether the agent has closed the rendezvous."""
         return self._closed
 
     def set_closed(self) -> None:
-        """Close it."""
+        """Close the rendezvous."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
@@ -60,11 +60,11 @@ class LoopbackRendezvous(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Return the id of this start."""
+        """Return the id of the group of ranks that this agent starts."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Close it, called by the agent at the end."""
+        """Close the rendezvous at the end; return True, as the agent expects."""
         self._closed = True
         return True
 

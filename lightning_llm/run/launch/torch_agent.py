@@ -39,12 +39,16 @@ LOST_PEER = re.compile(r"gloo/transport|Connection (closed|reset) by peer|remote
 
 @dataclass(frozen=True)
 class Node:
-    """Machine `rank` of `count` machines in one group. Agents connect to `endpoint` on the first."""
+    """One machine of a run on several machines, as torch's agent there needs to know it."""
 
     rank: int
+    """Number of this machine, from 0."""
     count: int
+    """Number of machines."""
     endpoint: str
+    """"ADDRESS:PORT" on the first machine, to which the agents of all machines connect."""
     run_id: str
+    """Any text that is the same on all machines."""
 
 
 def launch_ranks(
@@ -258,7 +262,7 @@ def found_unhealthy(error: Any) -> bool:
 
 
 def message_of(failure: Any) -> str:
-    """Return the exception of a failed rank, or the agent's message about it."""
+    """Return the text of the exception that a failed rank recorded ("TYPE: TEXT"), or the agent's message about it."""
     return redacted(str(failure.message["message"] if isinstance(failure.message, dict) else failure.message))
 
 

@@ -94,7 +94,10 @@ def _parent_of(pinned: Path) -> Config:
 
 
 def look_once(checkpoint: Checkpoint) -> list[Damage]:
-    """Verify the checkpoint's content, once per process. Ranks of a run verify it together, later."""
+    """Return the damaged files of a checkpoint; the result is cached, so that files are read once per process.
+
+    In a rank of a run it returns [] without reading: ranks verify a checkpoint together, later.
+    """
     if rank_environment() is not None:
         return sizes_alone(checkpoint)
     key = (checkpoint.folder, (checkpoint.folder / MANIFEST).stat().st_mtime_ns)
@@ -104,7 +107,8 @@ def look_once(checkpoint: Checkpoint) -> list[Damage]:
 
 
 def parent_checkpoint(path: Path, verify: Verify) -> Checkpoint:
-    """Return the checkpoint at `path`, or the newest intact one of the run at `path`; report skipped ones.
+    """Return the checkpoint at `path`, or the newest intact one of the run at `path`; print a line for each skipped
+    one.
 
     Raises:
         ConfigError: there is no checkpoint, or it is damaged: with each damaged file and the next older intact one.
@@ -211,7 +215,10 @@ def _tokenizer(config: Config, parent: Config, pinned: Path) -> Any:
 
 
 def branch_problems(config: Config) -> list[Problem]:
-    """Return why the run cannot branch from its parent run: damage, and every key that must equal the parent's."""
+    """Return the reasons why the run cannot branch from its parent run; [] if it can, or does not branch.
+
+    They are a damaged checkpoint, and every key that must equal the parent's but does not.
+    """
     if config.branch_from is None or not begins_anew(config):
         return []
     try:

@@ -18,7 +18,10 @@ POLICY = "spikes.policy"
 
 
 def of_its_run(verify: Verify) -> Verify:
-    """Return `verify` that first rejects checkpoints of another run, if the folder's summary identifies its run."""
+    """Return a function like `verify` that first rejects checkpoints of another run.
+
+    The run is identified by the folder's summary.json; without an id there, nothing is rejected.
+    """
 
     def of_its_run(checkpoint: Checkpoint) -> list[Damage]:
         run = RunIdentity.from_summary(known_summary(checkpoint.run_folder))
@@ -29,9 +32,10 @@ def of_its_run(verify: Verify) -> Verify:
 
 
 def with_records(config: Config, verify: Verify) -> Verify:
-    """Return `verify` that first checks the metrics of the steps before a checkpoint, which a resumed run continues.
+    """Return a function like `verify` that first checks the metrics of the steps before a checkpoint.
 
-    For folders of earlier releases, the first step of the metrics is unknown: at most the step of the last resume.
+    A resumed run continues these records in metrics.jsonl, so a damaged one makes the checkpoint unusable. For folders
+    of earlier releases, the first step of the metrics is unknown: at most the step of the last resume.
     """
     folder = Path(config.run.dir)
     summary = known_summary(folder)
@@ -68,7 +72,7 @@ def config_of_run(checkpoint: Checkpoint) -> Config:
 
 
 def edited_text(file: Path, checkpoint: Checkpoint, trained: Any, now: Any) -> str:
-    """Return the problem of a key of config.yaml that was changed after `checkpoint` was saved."""
+    """Return the text of the problem that a key of config.yaml was changed after `checkpoint` was saved."""
     return f"is {now!r} in {file}, but was {trained!r} when {checkpoint.folder.name} was saved. Set it back there."
 
 
@@ -86,7 +90,10 @@ def changed_since(checkpoint: Checkpoint, config: Config) -> dict[str, tuple[Any
 
 
 def known_summary(folder: Path) -> dict[str, Any]:
-    """Return the folder's summary, {} if it is damaged, which is reported by code that needs it."""
+    """Return the content of the folder's summary.json; {} if it is missing or damaged.
+
+    Damage is reported by the code that needs the summary.
+    """
     try:
         return summary_of(folder)
     except ValueError:

@@ -1,4 +1,5 @@
-"""Outlook on how a run will resume or branch, and the lines of `train` and `plan` about it. Imports no torch."""
+"""Forecast of how a run will start (resume, branch or begin), and the lines of `train` and `plan` about it. No
+torch."""
 
 import json
 import re
@@ -16,7 +17,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_folders import TOKENIZER
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.data.mixing.addressing import Mixture
-from lightning_llm.optim.schedule import learning_rate_factor
+from lightning_llm.optim.kinds import learning_rate_factor
 from lightning_llm.run.resume.branch import look_once
 from lightning_llm.run.resume.start import Start, decide_start, first_start
 from lightning_llm.tracking.files import tokenizer_problem
@@ -29,9 +30,9 @@ WITH_TIMESTAMP = re.compile(r"-\d{8}-\d{6}$")
 
 
 def planned_start(config: Config, words: Sequence[str] | None) -> tuple[Start, list[str]]:
-    """Return how `train` would start the run, and lines about it.
+    """Return how `train` would start the run, and the lines to print about it. Changes nothing.
 
-    `words` are the overrides; None: the config is from a file. A new run is planned even if its folder is not empty,
+    `words`: the overrides; None: the config is from a file. A new run is planned even if its folder is not empty,
     since it may run on another machine; a note reports that `train` would reject the folder.
 
     Raises:

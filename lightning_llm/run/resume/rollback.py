@@ -21,14 +21,16 @@ ROLLBACKS = "rollbacks.json"
 
 
 class Rollback(NamedTuple):
-    """One rollback: the metrics `record` of the step with a spike, and the range of samples skipped because of it."""
+    """One rollback of a run to an earlier checkpoint because of a spike."""
 
     record: dict[str, Any]
+    """Metrics of the step with the spike."""
     skipped: Range
+    """First and last index of the samples that the run skips from then on."""
 
     @classmethod
-    def of(cls, record: dict[str, Any], config: Config, skipped: Sequence[Range]) -> Self:
-        """Return the rollback for the step of `record`, in a run that already skips `skipped`.
+    def from_record(cls, record: dict[str, Any], config: Config, skipped: Sequence[Range]) -> Self:
+        """Return the rollback because of the step with metrics `record`, in a run that already skips `skipped`.
 
         It skips the samples of that step and of the steps before it, `spikes.rollback_skip_steps` steps in total.
         """
@@ -38,7 +40,7 @@ class Rollback(NamedTuple):
 
 
 def read_rollbacks(folder: Path) -> tuple[Rollback, ...]:
-    """Return the rollbacks of the run in `folder`, in order.
+    """Return the rollbacks of the run in `folder` (rollbacks.json), in order; () if there were none.
 
     Raises:
         ConfigError: the file is damaged.
@@ -55,12 +57,12 @@ def read_rollbacks(folder: Path) -> tuple[Rollback, ...]:
 
 
 def write_rollbacks(folder: Path, rollbacks: Iterable[Rollback]) -> None:
-    """Write all rollbacks of a run atomically."""
+    """Replace rollbacks.json in `folder` by all `rollbacks` of the run, atomically."""
     write_json(folder / ROLLBACKS, {"rollbacks": [each._asdict() for each in rollbacks]})
 
 
 def skipped_samples(config: Config, rollbacks: Iterable[Rollback]) -> tuple[Range, ...]:
-    """Return all samples that a run of `config` skips after `rollbacks`."""
+    """Return the ranges of samples that a run skips: `data.skip_samples` of `config` and those of its `rollbacks`."""
     return merged([*(config.data.skip_samples or ()), *(each.skipped for each in rollbacks)])
 
 
@@ -74,7 +76,7 @@ def rollback_facts(rollbacks: Sequence[Rollback], skipped: Sequence[Range]) -> d
 
 
 def with_same_samples(config: Config, verify: Verify) -> Verify:
-    """Return `verify` that first checks that a checkpoint was trained on the samples that its run does not skip.
+    """Return a function like `verify` that first rejects checkpoints trained on samples that their run skips now.
 
     Raises, when it is called:
         ConfigError: the file of rollbacks is damaged.

@@ -1,4 +1,7 @@
-"""Opening weights of any format, and checks that a run can start from them. Imports torch only for checkpoints."""
+"""Weights at any path (run, checkpoint, imported or Hugging Face folder), and checks that a run can start from them.
+
+Imports torch only for checkpoints.
+"""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -106,7 +109,10 @@ def unnamed_problems(config: Config) -> list[Problem]:
 
 
 def init_problems(config: Config) -> list[Problem]:
-    """Return why the run cannot start from `model.init_from`: all differences in shape, function and vocabulary."""
+    """Return the reasons why the run cannot start from `model.init_from`; [] if it can, or does not start from weights.
+
+    They are all differences between the model's config and the weights in shape, function and vocabulary.
+    """
     if config.model.init_from in (None, UNNAMED) or config.branch_from is not None or not begins_anew(config):
         return []
     try:
@@ -208,7 +214,7 @@ def _id(vocabulary: Mapping[str, int], token: str) -> str:
 
 
 def length_note(config: Config, weights: Weights) -> str | None:
-    """Return a note if the run has other positional settings than the weights; else None."""
+    """Return a note about positional settings (length, RoPE) that differ from the weights'; None if none does."""
     changed = [
         f"model.{key} is {_shown(now)}, but {_shown(before)} in the weights"
         for key in FREE

@@ -19,7 +19,7 @@ from lightning_llm.train.checkpoint.manifest import RunIdentity
 from lightning_llm.train.checkpoint.retention import supersede
 from lightning_llm.train.checkpoint.saver import Saver
 from lightning_llm.train.checkpoint.snapshot import CallbackState
-from lightning_llm.train.spikes.policy import SpikeStop
+from lightning_llm.train.spikes import SpikeStop
 from lightning_llm.train.strategy import TrainStrategy
 
 

@@ -29,7 +29,7 @@ from lightning_llm.train.checkpoint.snapshot import (
 )
 from lightning_llm.train.checkpoint.tensor_storage import open_tensors
 from lightning_llm.train.module import LanguageModule
-from lightning_llm.train.spikes.detector import SpikeState
+from lightning_llm.train.spikes import SpikeState
 from lightning_llm.train.weight_rounding import COMPENSATION
 
 OPTIONS = "param_groups."

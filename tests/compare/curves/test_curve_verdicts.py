@@ -17,7 +17,7 @@ from lightning_llm.compare.curves.readers import read_table
 from lightning_llm.compare.json_schema import compare_schema
 from lightning_llm.compare.recorded_looks import read_looks
 from lightning_llm.config.schema import SpikesConfig
-from lightning_llm.train.spikes.detector import SpikeState
+from lightning_llm.train.spikes import SpikeState
 from tests.compare.curves.made_curves import changed, curves, write_csv
 
 pytestmark = pytest.mark.usefixtures("undrawn")

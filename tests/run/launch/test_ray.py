@@ -21,9 +21,8 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.run.launch import ray_ranks
 from lightning_llm.run.launch.local_ranks import ExitStatus
-from lightning_llm.run.launch.node_agent import Task
 from lightning_llm.run.launch.ray_cluster import OF_THIS_MACHINE, OWN, bundle, connected, is_own, machines, ray_problems
-from lightning_llm.run.launch.ray_node import RayNode
+from lightning_llm.run.launch.ray_node import RayNode, Task
 from lightning_llm.run.launch.ray_ranks import PlacedRanks
 from lightning_llm.tracking.files import summary_of
 from tests.run_metrics import curve, read_metrics, steps_saved

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_llm.data.corpus import Batch
 from lightning_llm.linalg.grouped import GroupedLinear
-from lightning_llm.linalg.local_part import local
+from lightning_llm.linalg.tensors import local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.train.step import TrainStep
 
@@ -74,9 +74,9 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_origin(step: TrainStep, batch: Batch) -> str:
-    """Return a sentence that names the first non-finite tensor of `step` on `batch`, the same on all ranks. Collective.
+    """Repeat a failed step on `batch`; return a sentence that names its first non-finite tensor. Collective.
 
-    Call it after the step has failed and before its update. It leaves the gradients of the repetition.
+    The sentence is the same on all ranks. Call it before the update. The gradients are those of the repetition.
     """
     model, layout, pipeline = step.parallel.model, step.parallel.layout, step.parallel.pipeline
     stages = {stage.stage_index: stage.decoder for stage in pipeline.stages} if pipeline else {0: model}

@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model import kinds
 from lightning_llm.model.linear import Linear
-from lightning_llm.model.recurrent import kinds
 from lightning_llm.model.structure import norm_of
 
 CHUNK, SUBCHUNK = 64, 16

@@ -1,9 +1,13 @@
-"""This rank's part of a tensor."""
+"""Ranks' parts of tensors, and dtypes by the names that configs use."""
 
 from typing import overload
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""torch's dtype by its name in configs and flags."""
 
 
 @overload
@@ -11,5 +15,5 @@ def local(tensor: Tensor) -> Tensor: ...
 @overload
 def local(tensor: Tensor | None) -> Tensor | None: ...
 def local(tensor: Tensor | None) -> Tensor | None:
-    """Return this rank's part of a tensor: a view of a DTensor's shard, or a plain tensor itself."""
+    """Return this rank's shard of a DTensor, as a view; any other tensor, and None, is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

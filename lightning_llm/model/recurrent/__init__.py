@@ -1,1 +1,0 @@
-"""Recurrent mixers: a state in place of keys and values."""
