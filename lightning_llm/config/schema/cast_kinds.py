@@ -73,7 +73,7 @@ class ScaleKind(Group):
         return False
 
     def unclipped_prescale(self, fmt: NumberFormat) -> float:
-        """Return the largest `prescale` with which no element is clipped at the largest number of `fmt`."""
+        """Return the largest value of the key `prescale` with which rounding to `fmt` clips no element."""
         return 1.0
 
     def scale(self, of: Any) -> Any:
@@ -81,12 +81,12 @@ class ScaleKind(Group):
         raise NotImplementedError
 
     def stored(self, scaled: Any) -> Any:
-        """Return the form of scales that kernels store, as a tensor of `scaled.block`'s shape."""
+        """Return the scales of a `Scaled` as kernels store them: a tensor of the shape of `scaled.block`."""
         return scaled.multiplier if scaled.block is None else scaled.block
 
 
 class RoundingKind(Group):
-    """Base class of roundings: from a scaled element to a number of the format."""
+    """Base class of roundings, which take a scaled element to a number of the format."""
 
     meaning: ClassVar[str]
     """The rule in a few words."""
@@ -133,7 +133,10 @@ class TransformKind(Group):
         return False
 
     def matrix(self, size: int) -> Any:
-        """Return S, [size, size] fp32 on the CPU, orthogonal: rows x become x diag(signs) S."""
+        """Return the orthogonal matrix S of the transform, [size, size] fp32 on the CPU.
+
+        A group x of elements, as a row, becomes x diag(signs) S.
+        """
         raise NotImplementedError
 
 

@@ -17,21 +17,21 @@ SELECTS = {"names", "first_blocks", "first_fraction", "last_blocks", "last_fract
 
 
 class FpropSlots(Group):
-    """Slots of fprop that a rule or phase sets; null: the recipe's own."""
+    """Casts that a rule or phase sets for the operands of the forward GEMM (fprop); null: the recipe's own."""
 
     x: CastConfig | None = None
     w: CastConfig | None = None
 
 
 class DgradSlots(Group):
-    """Slots of dgrad that a rule or phase sets; null: the recipe's own."""
+    """Casts that a rule or phase sets for the operands of the GEMM of input gradients (dgrad); null: the recipe's."""
 
     dy: CastConfig | None = None
     w: CastConfig | None = None
 
 
 class WgradSlots(Group):
-    """Slots of wgrad that a rule or phase sets; null: the recipe's own."""
+    """Casts that a rule or phase sets for the operands of the GEMM of weight gradients (wgrad); null: the recipe's."""
 
     dy: CastConfig | None = None
     x: CastConfig | None = None

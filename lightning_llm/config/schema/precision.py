@@ -81,21 +81,21 @@ LATER = (
 
 
 class FpropConfig(Group):
-    """Operands of Y = X W^T."""
+    """Casts of the operands of the forward GEMM, Y = X W^T."""
 
     x: CastConfig = UNQUANTIZED
     w: CastConfig = UNQUANTIZED
 
 
 class DgradConfig(Group):
-    """Operands of dX = dY W."""
+    """Casts of the operands of the GEMM of input gradients, dX = dY W."""
 
     dy: CastConfig = UNQUANTIZED
     w: CastConfig = UNQUANTIZED
 
 
 class WgradConfig(Group):
-    """Operands of dW = dY^T X."""
+    """Casts of the operands of the GEMM of weight gradients, dW = dY^T X."""
 
     dy: CastConfig = UNQUANTIZED
     x: CastConfig = UNQUANTIZED
@@ -145,7 +145,7 @@ class UpdateConfig(Group):
 
 
 class PrecisionConfig(Group):
-    """A precision recipe. By default nothing is quantized, so only `name` and `compute_dtype` are required."""
+    """`precision`: a precision recipe. By default nothing is quantized; `name` and `compute_dtype` are required."""
 
     name: str = Field(description="name of its file, or your own")
     compute_dtype: Dtype = Field(description="dtype of activations and of operands that are not quantized")

@@ -242,14 +242,14 @@ Microseconds = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class LinkConfig(Group):
-    """A device's links to others: one direction, all links together."""
+    """Speed of a device's links to other devices: all its links together, in one direction."""
 
     gb_per_second: Bandwidth = Field(description="10^9 bytes per second sent by a device")
     latency_microseconds: Microseconds = Field(description="latency of one hop of a collective")
 
 
 class ClusterConfig(Group):
-    """Machines with equal devices, and the links within and between them."""
+    """`cluster`: machines with equal devices, with the speeds of devices and links, for step times in `plan`."""
 
     name: str = Field(description="the file it was composed from, or your own name")
     hardware: Hardware = Field(description="the device, which sets peaks and memory in `plan`, as hardware= does")
