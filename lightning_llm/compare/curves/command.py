@@ -109,6 +109,9 @@ def tables_of(curves: Mapping[str, Any]) -> list[tuple[NamedLog, LoggedTable]]:
     problems: list[Problem] = []
     tables: list[tuple[NamedLog, LoggedTable]] = []
     for arm, frames in curves.items():
+        if wrong := _why_no_seeds(frames):
+            problems.append(Problem(f"curves[{str(arm)!r}]", wrong))
+            continue
         for seed, frame in _by_seed(frames):
             log = NamedLog(str(arm), seed, f"curves[{str(arm)!r}]{'' if seed is None else f'[{seed}]'}")
             if seed is None and isinstance(frames, Sequence) and not _is_pairs(frames):
@@ -144,6 +147,18 @@ def compare_frames(
     options = LogOptions(x, None, tokens_per_step, until)
     options.check()
     return compare_tables(tables_of(curves), asked, baseline, options, output, show=show, say=say, gate=gate)
+
+
+def _why_no_seeds(frames: Any) -> str:
+    """Return the problem of an arm without a curve, or with other seeds than integers; "" for none."""
+    if isinstance(frames, Mapping | Sequence) and not len(frames):
+        return "has no curve. Give {seed: frame}, or leave the arm out."
+    if isinstance(frames, Mapping) and any(
+        isinstance(each, Mapping) or hasattr(each, "columns") for each in frames.values()
+    ):
+        others = [key for key in frames if not isinstance(key, int | np.integer)]
+        return f"has the seed {others[0]!r}. Seeds are integers: {{0: frame, 1: frame}}." if others else ""
+    return ""
 
 
 def _by_seed(frames: Any) -> Iterable[tuple[int | None, Any]]:
@@ -209,6 +224,8 @@ def _table(format: str, address: str, values: Mapping[str, Sequence[Any] | np.nd
 
 def _values(column: Any) -> Sequence[Any] | np.ndarray:
     """Return the values of a column: an array if all are numbers, so that millions of points take no time."""
+    if isinstance(column, np.ma.MaskedArray) and column.dtype.kind in "iuf":
+        column = column.astype(np.float64).filled(math.nan)
     found = np.asarray(column) if hasattr(column, "dtype") else None
     return found if found is not None and found.dtype.kind in "iuf" and found.ndim == 1 else list(column)
 

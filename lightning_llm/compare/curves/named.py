@@ -46,14 +46,20 @@ def pattern_for(path: Path) -> str:
 
 def logs_within(folder: Path) -> str:
     """Return the remedy for a folder that is no log itself: name what it contains, with a pattern."""
-    seen = sorted(each for each in folder.glob("*") if not each.name.startswith("."))
-    if not seen:
+    first = _first(folder)
+    if first is None:
         return "It is empty."
-    glob, first = "*", seen[0]
+    glob = "*"
     if first.is_dir() and not ARM_AND_SEED.fullmatch(first.name):  # a folder per arm
-        below = sorted(each for each in first.glob("*") if not each.name.startswith("."))
-        glob, first = ("*/*", below[0]) if below else (glob, first)
+        glob, first = "*/*", _first(first) or first
+    if first.is_file() and not ARM_AND_SEED.fullmatch(first.name) and not first.stem.isdecimal():
+        return f"If it contains the log of a run, name the file: {first.as_posix()}."
     return f"If its entries are logs, name them: --from {folder.as_posix()}/{glob} --pattern '{pattern_for(first)}'."
+
+
+def _first(folder: Path) -> Path | None:
+    """Return the first entry of a folder by name, without hidden ones."""
+    return min((each for each in folder.glob("*") if not each.name.startswith(".")), default=None)
 
 
 def is_uri(address: str) -> bool:

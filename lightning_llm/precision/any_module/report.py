@@ -1,7 +1,7 @@
 """The result of `quantize`: layers with and without casts, the step of the training loop, figures of every cast."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import PrecisionConfig
+from lightning_llm.precision.any_module.choice import SHOWN
 from lightning_llm.precision.any_module.clock import StepClock
 from lightning_llm.precision.linear.delayed import delayed_state, load_delayed_state
 from lightning_llm.precision.linear.module import QuantizedLinear, high_precision_forward, quantized_layers
-from lightning_llm.precision.linear.plan import CastRecord
+from lightning_llm.precision.linear.plan import ROLES, CastRecord
 from lightning_llm.precision.linear.statistics import SUMS, cast_sums, figures
 
 Figures = dict[tuple[str, str], dict[str, float]]
@@ -157,16 +158,16 @@ class QuantizeReport:
         return {"step": clock.step, "scales": scales}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the result of `state_dict`. Raises ConfigError for any other mapping."""
+        """Continue from the result of `state_dict`. Raises ConfigError for any other mapping, or that of other layers.
+
+        Layers without an entry start from scale 1.
+        """
         clock = self._started("load_state_dict")
-        if not {"step", "scales"} <= set(state):
-            keys = ", ".join(map(str, state)) or "none"
-            text = f"must be the result of report.state_dict(), with step and scales. Its keys: {keys}."
+        nested = _scales_by_layer(state)
+        others = sorted(set(nested) - {layer.name for layer in quantized_layers(self._module())})
+        if others:
+            text = f"has scales of layers that are not quantized here: {', '.join(map(repr, others[:SHOWN]))}."
             raise ConfigError(Problem("state", text))
-        nested: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in state["scales"].items():
-            layer, _, key = name.rpartition(".")
-            nested.setdefault(layer, {})[key] = tensor
         load_delayed_state(self._module(), nested)
         clock.restore(state["step"])
 
@@ -181,6 +182,36 @@ class QuantizeReport:
         if module is None:
             raise RuntimeError("the module is gone")
         return module
+
+
+def _scales_by_layer(state: Any) -> dict[str, dict[str, Tensor]]:
+    """Return {layer: {"scale": ..., "amax_history": ...}} of the result of `QuantizeReport.state_dict`.
+
+    Raises:
+        ConfigError: `state` is no such result.
+    """
+    keys = set(state) if isinstance(state, Mapping) else set()
+    if not {"step", "scales"} <= keys or not isinstance(state["scales"], Mapping):
+        found = f"Its keys: {', '.join(map(str, state)) or 'none'}" if keys else f"It is a {type(state).__name__}"
+        text = f"must be the result of report.state_dict(), with step and scales. {found}."
+        raise ConfigError(Problem("state", text))
+    step, nested = state["step"], dict[str, dict[str, Tensor]]()
+    for name, tensor in state["scales"].items():
+        layer, _, key = name.rpartition(".")
+        nested.setdefault(layer, {})[key] = tensor
+    damaged = [layer for layer, tensors in nested.items() if not _are_delayed(tensors)]
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0 or damaged:
+        wrong = f"scales of {', '.join(map(repr, damaged[:SHOWN]))}" if damaged else f"step {step!r}"
+        raise ConfigError(Problem("state", f"is damaged: {wrong}. Save report.state_dict() as it is."))
+    return nested
+
+
+def _are_delayed(tensors: Mapping[str, Any]) -> bool:
+    """Whether `tensors` are the delayed scales of one layer: [roles], and their history, [rows, roles]."""
+    scale, history = tensors.get("scale"), tensors.get("amax_history")
+    if len(tensors) != 2 or not isinstance(scale, Tensor) or not isinstance(history, Tensor):
+        return False
+    return scale.shape == (len(ROLES),) and history.ndim == 2 and history.shape[1] == len(ROLES)
 
 
 def _state(each: ModuleReport) -> str:

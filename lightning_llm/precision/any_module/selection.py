@@ -167,10 +167,11 @@ def blocks_in(root: nn.Module, named: str | Sequence[str] | None) -> Blocks:
     """Return the blocks of `root`: those of the containers `named`, or of its longest ModuleList.
 
     Lists within a block (experts, heads) do not count, nor do lists without linear layers. A ModuleDict with numbers
-    as keys counts as a list. Raises ConfigError for a name of no container, and for several longest lists.
+    as keys counts as a list. Raises ConfigError for a name of no container, containers that overlap, and several
+    longest lists.
     """
     if named is not None:
-        return _of_containers([_named(root, path) for path in ([named] if isinstance(named, str) else named)])
+        return _of_containers(_apart([_named(root, path) for path in ([named] if isinstance(named, str) else named)]))
     found = list(_outermost(root, ""))
     longest = max((len(each) for _, each in found), default=0)
     best = [(path, each) for path, each in found if len(each) == longest]
@@ -192,6 +193,18 @@ def _named(root: nn.Module, path: str) -> tuple[str, nn.Module]:
         text = f"is no ModuleList, ModuleDict or Sequential of this module.{did_you_mean(path, containers)}"
         raise ConfigError(Problem("blocks", text, path))
     return path, containers[path]
+
+
+def _apart(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Return the containers. Raises ConfigError for none of them, or one that is named twice or within another."""
+    if not found:
+        raise ConfigError(Problem("blocks", "must name at least one container, or be left out.", []))
+    for at, (path, module) in enumerate(found):
+        for other, outer in found[:at] + found[at + 1 :]:
+            if outer is module or any(each is module for each in outer.modules()):
+                text = f"{path or 'the module itself'} is within {other or 'the module itself'}. Name each block once."
+                raise ConfigError(Problem("blocks", text, [each for each, _ in found]))
+    return found
 
 
 def _is_container(module: nn.Module) -> bool:

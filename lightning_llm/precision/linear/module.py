@@ -217,8 +217,9 @@ class QuantizedLinear(nn.Linear):
             if self.scale.device != device:  # the module was moved
                 self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
         else:
-            self.scale = torch.ones(len(ROLES), device=device)
-            self.amax_history = torch.zeros(self.delayed_config().history_length, len(ROLES), device=device)
+            with torch.inference_mode(False):  # a first forward pass in inference mode; training updates it in place
+                self.scale = torch.ones(len(ROLES), device=device)
+                self.amax_history = torch.zeros(self.delayed_config().history_length, len(ROLES), device=device)
 
     def _record(self, role: str, tensor: Tensor) -> None:
         """Merge the amax of `tensor`, which is `role`'s in this micro-batch, into the row of the next update."""

@@ -134,6 +134,26 @@ def test_bad_input_is_refused_in_one_line(change, options, text):
     assert all("\n" not in str(problem) for problem in caught.value.problems)
 
 
+@pytest.mark.parametrize(
+    ("arm", "text"),
+    [
+        ({}, "curves['nvfp4']: has no curve"),
+        ([], "curves['nvfp4']: has no curve"),
+        ({"0": {"step": [1, 2], "loss": [3.0, 2.0]}}, "curves['nvfp4']: has the seed '0'. Seeds are integers"),
+    ],
+)
+def test_an_arm_without_curves_is_refused_and_not_left_out(arm, text):
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        judged(curves() | {"nvfp4": arm})
+
+
+def test_masked_values_are_missing():
+    masked = changed(curves(), lambda f: {**f, "loss": np.ma.masked_where(f["step"] == 1000, f["loss"])}, FP8)
+    missing = changed(curves(), lambda f: {**f, "loss": np.where(f["step"] == 1000, np.nan, f["loss"])}, FP8)
+    ours, theirs = (judged(each).as_data()["logs"][-1]["points"] for each in (masked, missing))
+    assert ours == theirs == 199
+
+
 def test_command_line(tmp_path, capsys):
     words = write_csv(curves(), tmp_path)
     assert main(["compare", "--from", *words, "--baseline", "bf16", "--json", "--output", str(tmp_path / "out")]) == 0

@@ -252,6 +252,7 @@ def test_runs_of_this_program_are_read_and_folders_of_several_refer_to_plain_com
     ("names", "words"),
     [
         ([], "It is empty"),
+        (["metrics.csv"], "name the file: {}/metrics.csv"),
         (["bf16-0.csv"], "--from {}/* --pattern '{{arm}}-{{seed}}.csv'"),
         (["mxfp8_seed12/steps.txt"], "--from {}/* --pattern '{{arm}}_seed{{seed}}'"),
         (["bf16/0/trainer_state.json"], "--from {}/*/* --pattern '{{arm}}/{{seed}}'"),

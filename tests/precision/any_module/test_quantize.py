@@ -145,6 +145,8 @@ def test_numbered_module_dicts_are_blocks_and_wrappers_do_not_change_names():
         ({"micro_batches": 0}, r"^micro_batches=0: must be an integer from 1 on"),
         ({"keep": 3}, r"^keep=\[3\]: must be names of modules"),
         ({"blocks": 3}, r"^blocks=3: must be names of modules"),
+        ({"blocks": []}, r"^blocks=\[\]: must name at least one container"),
+        ({"blocks": ["layers", "layers"]}, r"^blocks=.*layers is within layers\. Name each block once"),
         ({"device": "warp"}, r"^device='warp': must be a device of torch"),
         ({"group": "dp"}, r"^group: must be a torch.distributed.ProcessGroup.*got a str"),
         ({"module": nn.ReLU()}, r"^module: has no linear layer\. Its modules are ReLU"),
@@ -330,10 +332,44 @@ def test_an_optimizer_of_other_parameters_is_noted():
     )
 
 
-def test_a_state_of_something_else_is_refused():
+SCALES = {"layers.0.up.scale": torch.ones(3), "layers.0.up.amax_history": torch.zeros(1024, 3)}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"weight": 1}, r"must be the result of report\.state_dict\(\).*Its keys: weight"),
+        (None, r"It is a NoneType"),
+        ({"step": "1", "scales": SCALES}, r"is damaged: step '1'"),
+        ({"step": 1, "scales": {"layers.0.up.scale": torch.ones(3)}}, r"is damaged: scales of 'layers\.0\.up'"),
+        (
+            {"step": 1, "scales": SCALES | {"layers.0.up.scale": torch.ones(2)}},
+            r"is damaged: scales of 'layers\.0\.up'",
+        ),
+        ({"step": 1, "scales": {f"h.{key}": each for key, each in SCALES.items()}}, r"not quantized here: 'h\.layers"),
+    ],
+)
+def test_a_state_of_something_else_is_refused(state, message):
     report = quantize(Model(), eager("fp8_delayed"))
-    with pytest.raises(ConfigError, match=r"^state: must be the result of report\.state_dict\(\).*Its keys: weight"):
-        report.load_state_dict({"weight": torch.zeros(1)})
+    with pytest.raises(ConfigError, match=rf"^state: .*{message}"):
+        report.load_state_dict(state)
+    report.load_state_dict({"step": 1, "scales": SCALES})
+    assert report.at == (1, 0)
+
+
+def test_a_first_forward_pass_in_inference_mode_starts_the_delayed_scales():
+    """Lightning's Trainer validates so before the first training step."""
+    models = [Model(), Model()]
+    for number, model in enumerate(models):
+        quantize(model, eager("fp8_delayed"))
+        if number:
+            with torch.inference_mode():
+                model.eval()(batches()[0, 0])
+        optimizer = torch.optim.SGD(model.train().parameters(), 0.1)
+        for tokens in batches(2)[:, 0]:
+            loss_of(model, tokens).backward()
+            optimizer.step()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*(each.parameters() for each in models), strict=True))
 
 
 def test_layers_of_one_kind_keep_their_own_sizes():
