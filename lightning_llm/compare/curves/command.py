@@ -12,7 +12,7 @@ from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.compare.command import note_look, write_comparison
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError
 from lightning_llm.compare.curves.compare_curves import LogOptions, compare_curves, curve_terms, curves_of, read_logs
-from lightning_llm.compare.curves.named import NamedLog, is_uri, named_logs
+from lightning_llm.compare.curves.named import NamedLog, is_uri, named_logs, real_path
 from lightning_llm.compare.curves.table import SETTINGS, LoggedTable, columns_of
 from lightning_llm.compare.error_budget import judged_at_look
 from lightning_llm.compare.requirement import Gate
@@ -92,7 +92,7 @@ def home_of(logs: Sequence[NamedLog]) -> Path:
     """Return the nearest common folder of the logs; the working folder if one of them is a URI."""
     if any(is_uri(log.address) for log in logs):
         return Path.cwd()
-    return Path(os.path.commonpath([Path(log.address).expanduser().resolve().parent for log in logs]))
+    return Path(os.path.commonpath([Path(real_path(log.address)).parent for log in logs]))
 
 
 def tables_of(curves: Mapping[str, Any]) -> list[tuple[NamedLog, LoggedTable]]:
@@ -215,7 +215,9 @@ def _table(format: str, address: str, values: Mapping[str, Sequence[Any] | np.nd
     if not set(SETTINGS) & set(values) and all(isinstance(each, np.ndarray) for each in values.values()):
         found = {name: np.asarray(each, dtype=np.float64) for name, each in values.items()}
         known = {name: np.where(np.isinf(each), math.inf, each) for name, each in found.items()}
-        return LoggedTable(format, address, {name: each for name, each in known.items() if not np.isnan(each).all()})
+        empty = {name: "NaN in every row" for name, each in known.items() if len(each) and np.isnan(each).all()}
+        columns = {name: each for name, each in known.items() if not np.isnan(each).all()}
+        return LoggedTable(format, address, columns, mixed=empty)
     rows = zip(*([_plain(value) for value in each] for each in values.values()), strict=True)
     numbered = ((at, dict(zip(values, row, strict=True))) for at, row in enumerate(rows, 1))
     columns, mixed, settings = columns_of(numbered)

@@ -3,6 +3,7 @@
 An arm is one side of the comparison, such as "bf16".
 """
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,11 @@ def _first(folder: Path) -> Path | None:
     return min((each for each in folder.glob("*") if not each.name.startswith(".")), default=None)
 
 
+def real_path(address: str) -> str:
+    """Return the absolute path without symbolic links; also of a loop of links or a home that do not exist."""
+    return os.path.realpath(os.path.expanduser(address))
+
+
 def is_uri(address: str) -> bool:
     """Return whether `address` is a URI, not a path."""
     return URI.match(address) is not None
@@ -90,13 +96,13 @@ def named_logs(words: Sequence[str], pattern: str | None = None) -> list[NamedLo
 
 
 def _named(word: str, pattern: str | None, template: re.Pattern[str] | None) -> NamedLog:
-    found = None if Path(word).expanduser().exists() else LABEL.fullmatch(word)
+    found = None if Path(os.path.expanduser(word)).exists() else LABEL.fullmatch(word)
     if found and not is_uri(word):
         return NamedLog(found["arm"], _seed(word, found["seed"]), found["path"])
     if template is None and is_uri(word):
         raise ConfigError(Problem(word, "has no arm. Name it ARM/SEED=URI, such as bf16/0=runs:/ID."))
     if template is None:
-        return NamedLog(Path(word).expanduser().resolve().parent.name or "logs", None, word)
+        return NamedLog(Path(real_path(word)).parent.name or "logs", None, word)
     matched = template.search(Path(word).as_posix())
     if matched is None:
         hint = f", for example to '{pattern_for(Path(word))}'" if ARM_AND_SEED.fullmatch(Path(word).name) else ""
@@ -141,7 +147,7 @@ def _repeated(logs: Iterable[NamedLog]) -> list[Problem]:
     by_label: dict[tuple[str, int], NamedLog] = {}
     by_place: dict[str, NamedLog] = {}
     for log in logs:
-        place = log.address if is_uri(log.address) else str(Path(log.address).expanduser().resolve())
+        place = log.address if is_uri(log.address) else real_path(log.address)
         first = by_place.setdefault(place, log)
         if first is not log:
             text = (

@@ -128,8 +128,9 @@ def number(value: Any) -> float | None:
 def columns_of(
     rows: Iterable[tuple[int, Mapping[str, Any]]],
 ) -> tuple[dict[str, Column], dict[str, str], dict[str, Any]]:
-    """Return ({column: numbers}, {column with numbers and text: its first text}, {setting: value}) of a table's rows.
+    """Return ({column: numbers}, {column with text: its first text}, {setting: value}) of a table's rows.
 
+    Text counts where it begins with a digit or is among numbers: a number that cannot be read.
     `rows`: (line number, {column: cell}). None and blank text count as missing. A column called like one of `SETTINGS`
     with one value throughout is a setting.
     """
@@ -152,7 +153,7 @@ def columns_of(
                 values[at] = found
         has_numbers = bool(np.isfinite(values).any() or np.isinf(values).any())
         separated = bool(texts) and SEPARATED.fullmatch(texts[0][1]) is not None
-        if texts and (has_numbers or separated):
+        if texts and (has_numbers or separated or texts[0][1][0].isdecimal()):
             allowed = " (numbers have a decimal point and no other separator)" if separated else ""
             mixed[name] = f"{texts[0][1][:40]!r} in line {texts[0][0]}{allowed}"
         elif has_numbers:

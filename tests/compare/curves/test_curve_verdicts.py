@@ -147,6 +147,22 @@ def test_an_arm_without_curves_is_refused_and_not_left_out(arm, text):
         judged(curves() | {"nvfp4": arm})
 
 
+def test_a_frame_without_any_loss_is_reported():
+    empty = changed(curves(), lambda f: {**f, "loss": np.full(200, np.nan)}, FP8)
+    with pytest.raises(ConfigError, match="column loss has values that are no numbers: NaN in every row"):
+        judged(empty)
+
+
+def test_paths_that_cannot_be_resolved_are_refused(tmp_path, capsys):
+    words = write_csv(curves(seeds=[0]), tmp_path)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    logs = [words[0], f"fp8/0={tmp_path / 'loop'}", "mxfp8/0=~no-such-user/a.csv"]
+    assert main(["compare", "--from", *logs, "--baseline", "bf16"]) == 2
+    error = capsys.readouterr().err
+    assert "loop: cannot be read" in error
+    assert "~no-such-user/a.csv: cannot be read" in error
+
+
 def test_masked_values_are_missing():
     masked = changed(curves(), lambda f: {**f, "loss": np.ma.masked_where(f["step"] == 1000, f["loss"])}, FP8)
     missing = changed(curves(), lambda f: {**f, "loss": np.where(f["step"] == 1000, np.nan, f["loss"])}, FP8)
@@ -280,6 +296,7 @@ def test_losses_from_other_files_are_the_same_look(tmp_path):
         ("loss\n3.1\n3.0\n", "has no column of steps"),
         ("step,loss\n10,3.1\n", "column loss has one value"),
         ("step,loss\n", "has no values"),
+        ("step,loss\n10,3.1k\n20,3.0k\n", "no numbers: '3.1k' in line 2"),
         ("step,ppl\n10,22\n20,20\n30,19\n", "has a perplexity .ppl., but no loss"),
     ],
 )

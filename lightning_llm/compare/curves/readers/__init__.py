@@ -1,5 +1,6 @@
 """Readers of logs, one file per program or syntax; the format of a log is detected from its content."""
 
+import os
 import zlib
 from pathlib import Path
 
@@ -74,10 +75,10 @@ def _open(address: str) -> LogSource:
     """
     if runs.is_mlflow_address(address):
         return LogSource(address, None)
-    path, part = Path(address).expanduser(), ""
+    path, part = Path(os.path.expanduser(address)), ""
     if "#" in address and not path.exists():
         file, _, part = address.partition("#")
-        path = Path(file).expanduser()
+        path = Path(os.path.expanduser(file))
     try:
         if path.is_dir():
             return LogSource(address, path, part=part)
