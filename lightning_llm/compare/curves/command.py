@@ -228,11 +228,13 @@ def _values(column: Any) -> Sequence[Any] | np.ndarray:
     """Return the values of a column: an array if all are numbers, so that millions of points take no time."""
     if isinstance(column, np.ma.MaskedArray) and column.dtype.kind in "iuf":
         column = column.astype(np.float64).filled(math.nan)
+    if hasattr(column, "detach"):  # a tensor, which may need a gradient or have a dtype that numpy lacks
+        column = column.detach().double().cpu().numpy()
     found = np.asarray(column) if hasattr(column, "dtype") else None
     return found if found is not None and found.dtype.kind in "iuf" and found.ndim == 1 else list(column)
 
 
 def _plain(value: Any) -> Any:
     """Return a value as Python's own type, None for a missing one."""
-    value = value.item() if isinstance(value, np.generic) else value
+    value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value  # numpy or torch
     return None if value is None or (isinstance(value, float) and math.isnan(value)) else value

@@ -7,6 +7,7 @@ import re
 import jsonschema
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from lightning_llm.__main__ import main
@@ -161,6 +162,18 @@ def test_paths_that_cannot_be_resolved_are_refused(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "loop: cannot be read" in error
     assert "~no-such-user/a.csv: cannot be read" in error
+
+
+@pytest.mark.parametrize(
+    "logged",
+    [
+        lambda losses: [torch.tensor(loss) for loss in losses],
+        lambda losses: torch.tensor(losses, requires_grad=True),
+    ],
+)
+def test_losses_may_be_tensors(logged):
+    found = changed(curves(), lambda f: {**f, "loss": logged(f["loss"])}, FP8)
+    assert judged(found).verdicts[0].judged.estimate.gap == judged(curves()).verdicts[0].judged.estimate.gap
 
 
 def test_masked_values_are_missing():
