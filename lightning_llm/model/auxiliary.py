@@ -20,13 +20,13 @@ ATTRIBUTE = "auxiliary_losses"
 
 @runtime_checkable
 class Counts(Protocol):
-    """A part that counts over the micro-batches of a step."""
+    """Protocol of block parts that count over the micro-batches of a step, such as routers."""
 
     def begin_step(self) -> None:
-        """Forget the counts of the step before."""
+        """Reset the counts before a step."""
 
     def count(self) -> None:
-        """Add what the last forward pass counted."""
+        """Add the counts of the last forward pass to those of the step."""
 
 
 class AuxiliaryLosses:
@@ -72,17 +72,17 @@ class AuxiliaryLosses:
 
 
 def check_declared(module: nn.Module, declared: Iterable[str]) -> None:
-    """Check a part's module: the losses that its class names must be among those that its config class declares.
+    """Check that a part's torch class sets only auxiliary losses that its config class declares.
 
     Raises:
-        ConfigError: the torch class names another.
+        ConfigError: the torch class lists a loss in `auxiliary_losses` that is not in `declared`.
     """
     if missing := set(getattr(type(module), ATTRIBUTE, ())) - set(declared):
         raise ConfigError(undeclared(type(module).__name__, missing))
 
 
 def undeclared(module: str, names: Iterable[str]) -> Problem:
-    """Return the problem that the torch class `module` has losses `names`, which its config class does not declare."""
+    """Return the problem that the torch class `module` sets the losses `names` without a declaration in its config."""
     text = f"sets the auxiliary loss {', '.join(sorted(names))}, which its config class does not declare."
     remedy = (
         'Add `auxiliary_losses: ClassVar = {"NAME": "mean"}` (or "sum") to the config class (docs/howto/extend.md).'

@@ -30,7 +30,7 @@ class Ensemble(nn.Module):
 
     @classmethod
     def from_members(cls, members: Sequence[nn.Module], combine: Combine) -> nn.Module:
-        """Return the ensemble, or the member if there is only one."""
+        """Return an ensemble of `members`, or the member itself if there is only one."""
         return members[0] if len(members) == 1 else cls(members, combine)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:

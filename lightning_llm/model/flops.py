@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a decoder by formula, without building it.
+"""Parameters, FLOPs and chunks of logits of a decoder by formula, without building it. Imports no torch.
 
 Letters: L layers, D hidden_size, H query heads, G key/value heads, K head dimension, F ffn_hidden_size, V vocabulary.
 """
@@ -12,34 +12,42 @@ from lightning_llm.model.structure import block_parameters, block_parts, for_lay
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Elements by kind; a tied head counts once, as `embedding`. Rows that pad the vocabulary count where asked for."""
+    """Numbers of parameters (elements) of a decoder by kind."""
 
     embedding: int
+    """Token embedding, including a tied head."""
     position_embedding: int
     head: int
-    linear: int  # weights of the linears inside the blocks
-    active_linear: int  # those of them that multiply each token: of experts only the chosen
+    """An untied head."""
+    linear: int
+    """Weights of the linear layers in the blocks."""
+    active_linear: int
+    """Those of them that multiply each token: of experts only the chosen ones."""
     bias: int
-    norm: int  # and other parameters of the blocks that are no linear's
+    norm: int
+    """Norms, and all other parameters of the blocks."""
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Number of all parameters."""
         return self.embedding + self.position_embedding + self.head + self.non_embedding
 
     @property
     def non_embedding(self) -> int:
-        """Parameters of the blocks and of the last norm (the N of Kaplan et al. 2020, arXiv:2001.08361)."""
+        """Number of parameters of the blocks and of the last norm (the N of Kaplan et al. 2020, arXiv:2001.08361)."""
         return self.linear + self.bias + self.norm
 
     @property
     def active(self) -> int:
-        """All parameters but the weights of experts that a token does not pass."""
+        """Number of parameters that one token uses: all but the weights of experts that it is not sent to."""
         return self.total - self.linear + self.active_linear
 
 
 def count_parameters(config: ModelConfig, padded: bool = False) -> ParameterCount:
-    """Return the parameter count with the true vocabulary, as papers publish it, or `padded`, as stored in memory."""
+    """Return the numbers of parameters of a decoder by kind.
+
+    With the true vocabulary, as papers publish them; `padded`: with rows that pad the vocabulary, as stored in memory.
+    """
     rows = config.padded_vocab_size if padded else config.vocab_size
     hidden, layers = config.hidden_size, range(config.num_layers)
     in_blocks = for_layers(config, layers, lambda index: _in_block(config, index))
@@ -84,20 +92,23 @@ def _mixing(config: ModelConfig, index: int, sequence_length: int) -> int:
 
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 27}
-"""Logits that the loss takes to fp32 at once, by kind of device."""
+"""Number of logits that the loss converts to fp32 at once, by kind of device."""
 
 WHOLE_LOGITS = {"cpu": 1 << 26, "cuda": 1 << 29}
-"""Logits of a micro-batch, by kind of device, that are there at once at most: 128 MB and 1 GB of bf16. Of each chunk
-the weight's gradient is added to an fp32 sum, 8 bytes of memory traffic per element: few and large ones are better."""
+"""Largest number of logits of a micro-batch in memory at once, by kind of device: 128 MB and 1 GB of bf16. For each
+chunk the gradient of the head's weight is added to an fp32 sum, 8 bytes of memory traffic per element, so few large
+chunks are better."""
 ROWS_PER_COLUMN = 4
-"""Rows of hidden states for each of their columns, from which on chunks are made. They save 2 x 2 bytes of bf16 logits
-and their gradient for each row and id, and take up to 6 bytes of the weight's gradient and its sum for each column."""
+"""Logits are computed in chunks if the hidden states have at least this many times more rows than columns. Chunks save
+2 x 2 bytes of bf16 logits and their gradient per row and id, and need up to 6 bytes of the weight's gradient and its
+sum per column and id."""
 
 
 def rows_at_once(rows: int, columns: int, ids: int, kind: str) -> int:
-    """Return how many of the `rows` of logits [rows, ids] are in memory at once on a `kind` of device.
+    """Return the number of rows of a chunk of logits [rows, ids]: all `rows`, or so few that chunks are about equal.
 
-    All, or about equally many in each chunk.
+    `columns`: of the hidden states [rows, columns] that logits are computed from. `kind`: kind of device, "cpu" or
+    "cuda".
     """
     if rows < ROWS_PER_COLUMN * columns:
         return rows

@@ -1,4 +1,4 @@
-"""Sampling text from a decoder: step by step with a cache, or by the whole forward pass where a model keeps none."""
+"""Sampling of tokens from a model: with a cache if it is a decoder, otherwise by a full forward pass per token."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ PROMPT_TOKENS = 256
 """Number of prompt tokens per forward pass, which computes the logits of all although only the last are used."""
 
 NextLogits = Callable[[Tensor], Tensor]
-"""Of tokens `[B, n]` that follow those of the calls before: logits `[B, V]` of the token that comes after them."""
+"""Function of the tokens `[B, n]` that follow those of earlier calls; returns logits `[B, V]` of the next token."""
 
 
 class Model(Protocol):
@@ -29,7 +29,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws tokens from the softmax of `logits / temperature`; `temperature=0` takes the likeliest.
+    """Sampling of the next token from the softmax of `logits / temperature`; `temperature=0` takes the likeliest.
 
     `top_k` limits it to the likeliest k tokens; `top_p` to the smallest set of these with a total probability of at
     least `top_p` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751). Raises ValueError for invalid settings.
@@ -48,7 +48,8 @@ class Sampler:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
 
     def __call__(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Return tokens int64 `[B, 1]` of `logits` `[B, V]`; `generator` lives on their device."""
+        """Return one sampled token per sequence, int64 `[B, 1]`, for `logits` `[B, V]`; `generator`: on their
+        device."""
         if self.temperature == 0:
             return logits.argmax(dim=-1, keepdim=True)  # [B, 1]
         kept, ids = logits.topk(min(self.top_k or logits.shape[-1], logits.shape[-1]), dim=-1)  # 2 x [B, k], descending
@@ -61,7 +62,7 @@ class Sampler:
 
 
 class CachedLogits:
-    """`NextLogits` of a decoder with a cache of at most `length` tokens."""
+    """`NextLogits` of a decoder that caches keys and values of up to `length` tokens."""
 
     def __init__(self, model: Decoder, batch_size: int, length: int):
         """Raises ValueError as `Decoder.new_cache` does."""
@@ -97,9 +98,10 @@ def sampled(
     sampler: Sampler,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yield tokens without end, int64 `[B, 1]`, each given `prompt_tokens` `[B, T]` and those before.
+    """Yield sampled tokens, int64 `[B, 1]`, one after another without end, after `prompt_tokens` `[B, T]`.
 
-    A token is computed with when the next one is asked for.
+    `vocab_size`: number of real token ids; logits beyond are ignored. The model computes a token's successor only when
+    the next token is requested.
     """
     tokens = prompt_tokens
     while True:
@@ -118,9 +120,12 @@ def generate(
 ) -> Tensor:
     """Return `prompt_tokens` `[B, T]` with `max_new_tokens` sampled tokens appended: int64 `[B, T + max_new_tokens]`.
 
-    The model sees the last `max_sequence_length` tokens: a decoder that all of them fit into keeps them in a cache, any
-    other computes its window anew. `generator` lives on the model's device. A module's training mode is put back.
-    Raises ValueError for an empty prompt or senseless settings, see `Sampler`.
+    The model sees the last `max_sequence_length` tokens. If all tokens fit, a decoder caches them; any other model
+    computes its window again for each token. `generator`: on the model's device. The module's training mode is
+    restored.
+
+    Raises:
+        ValueError: the prompt is empty, the model cannot generate, or a setting is invalid (`Sampler`).
     """
     if prompt_tokens.shape[1] == 0:
         raise ValueError("the prompt is empty: give at least one token, such as the end-of-text token")

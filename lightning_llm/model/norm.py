@@ -1,4 +1,4 @@
-"""RMSNorm, in the dtype of its input with statistics in fp32."""
+"""RMSNorm, LayerNorm and RMSNorm by 1 + weight, in the dtype of their input with statistics in fp32."""
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +19,14 @@ class RMSNorm(nn.Module):
         return self.normalise(x, self.weight)
 
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the result of `forward` with this weight; there is no bias."""
+        """Return the result of `forward` for another `weight`, such as a gathered one; `bias` is ignored."""
         return rms_norm(x, weight.to(x.dtype), self.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight` `[..., D]` in the dtype of `x` `[..., D]`, as `F.rms_norm` does.
 
-    On a CPU torch has no kernel for it but a dozen operators, and as many backward; here are those that count.
+    On a CPU torch computes it by a dozen operators forward and as many backward; `_RMSNorm` needs fewer.
     """
     by_operators = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if by_operators and not torch.compiler.is_compiling():
@@ -80,7 +80,7 @@ class LayerNorm(nn.Module):
         return self.normalise(x, self.weight, self.bias)
 
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the result of `forward` with this weight and bias."""
+        """Return the result of `forward` for another `weight` and `bias`, such as gathered ones."""
         return F.layer_norm(x, (self.size,), weight.to(x.dtype), None if bias is None else bias.to(x.dtype), self.eps)
 
 

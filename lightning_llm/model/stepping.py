@@ -19,7 +19,7 @@ STEP_ROWS = 16
 
 @runtime_checkable
 class SteppingMixer(Protocol):
-    """A mixer module that can continue from a cache of earlier tokens."""
+    """Protocol of token mixers that can continue a sequence from a cache of earlier tokens."""
 
     def new_cache(self, batch_size: int, length: int) -> Any:
         """Return an empty cache for `step`, for `batch_size` sequences of at most `length` tokens."""
@@ -44,7 +44,10 @@ class BlockCache:
         self._x: Tensor | None = None
 
     def step(self, mixer: Any, x: Tensor, rope: tuple[Tensor, Tensor] | None, rows: slice) -> Tensor:
-        """Return `[B, n, D]` for the next n tokens `x` `[B, n, D]`, `rows` of their block; `rope` is of the block."""
+        """Return `[B, n, D]` for the next n tokens `x` `[B, n, D]`, which are `rows` of the current block.
+
+        `rope`: tables of all positions of the block.
+        """
         new = in_block(x, rows.start)  # [B, STEP_ROWS, D]
         self._x = new if self._x is None or rows.start == 0 else self._x + new
         cache = copy(self._at_start)
@@ -56,12 +59,15 @@ class BlockCache:
 
 @dataclass
 class DecoderCache:
-    """Cache of each block's mixer, by the block's name, and the number of tokens seen, at most `longest`."""
+    """Cache of a whole decoder for step-by-step decoding."""
 
     mixers: Mapping[str, Any]
+    """Cache of each block's mixer by the block's name."""
     batch_size: int
     longest: int
+    """Largest number of tokens that it can take."""
     length: int = 0
+    """Number of tokens seen so far."""
 
 
 def blocks_of(start: int, count: int, rows: int = STEP_ROWS) -> Iterator[tuple[int, int]]:
@@ -82,5 +88,5 @@ def in_block(x: Tensor, position: int, dim: int = 1, rows: int = STEP_ROWS) -> T
 
 
 def rows_of(start: int, stop: int, rows: int = STEP_ROWS) -> slice:
-    """Return the rows of positions `start` to `stop` in their block."""
+    """Return the slice of rows that positions `start` to `stop` (exclusive) have in their block of `rows`."""
     return slice(start % rows, start % rows + stop - start)

@@ -24,7 +24,10 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 
 class AdamW8bit(MatrixOptimizer):
-    """AdamW with 8-bit moments. Each step dequantizes them to fp32, updates the weights, then rounds the moments."""
+    """AdamW with 8-bit moments for matrices of blocks and head, and torch's AdamW for all other parameters.
+
+    Each step dequantizes the moments to fp32, updates the weights, and quantizes the moments again.
+    """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: AdamW8bitConfig):
         super().__init__(parameters, config, ("hidden", "head"))
@@ -66,10 +69,11 @@ class AdamW8bit(MatrixOptimizer):
 
 
 def quantized(values: Tensor, block_size: int, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return uint8 codes [R, C] of fp32 `values` [R, C], and fp32 scales [R, ceil(C / block_size)].
+    """Quantize fp32 `values` [R, C]: return uint8 codes [R, C] and fp32 scales [R, ceil(C / block_size)].
 
-    A block's scale is its largest magnitude. The code is that of the nearest of `dynamic_map`'s values times the scale;
-    ties take the lower. A non-finite value makes its block's scale non-finite, and with it all dequantized values.
+    `signed`: use the code with a sign. A block's scale is its largest magnitude. The code is that of the nearest of
+    `dynamic_map`'s values times the scale; ties take the lower. A non-finite value makes its block's scale non-finite,
+    and with it all dequantized values.
     """
     columns = values.shape[1]
     blocks = F.pad(values, (0, -columns % block_size)).unflatten(1, (-(-columns // block_size), block_size))
@@ -88,7 +92,7 @@ def dequantized(codes: Tensor, scales: Tensor, block_size: int, signed: bool) ->
 
 
 def dynamic_map(signed: bool) -> list[float]:
-    """Return the 256 values of the dynamic code, ascending, within [-1, 1] or [0, 1] (section 1.3, and 2.2 unsigned).
+    """Return the 256 values that codes stand for, ascending, in [-1, 1] or, unsigned, [0, 1] (sections 1.3 and 2.2).
 
     Leading zeros of a code are a decimal exponent of 0 to -6; the bits left after them and an indicator bit count the
     centers of equal parts of [0.1, 1]. Unsigned codes have one more bit there. 0 and 1 have separate codes.
@@ -103,7 +107,7 @@ def dynamic_map(signed: bool) -> list[float]:
 
 
 def zero_code(signed: bool) -> int:
-    """Return the code of 0."""
+    """Return the code that stands for 0, as initial value of the moments."""
     return dynamic_map(signed).index(0.0)
 
 

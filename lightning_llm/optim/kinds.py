@@ -27,7 +27,7 @@ from lightning_llm.config.schema.precision import PrecisionConfig
 
 
 class AdamWFields(OptimConfig):
-    """The keys of AdamW; also of optimizers that use it for some parameters."""
+    """Base config of optimizers that use AdamW for all or some parameters: its keys and the bytes of its moments."""
 
     rounds_weights: ClassVar[bool] = True
 
@@ -140,7 +140,7 @@ def learning_rate_factor(config: ScheduleConfig, updates: int, max_steps: int) -
 
 
 def progress(updates: int, start: int, total: int) -> float:
-    """Return the position of `updates` between `start` (0) and the last update of `total` (1), clipped to [0, 1]."""
+    """Return how far a decay has come, from 0 (up to `start` updates) to 1 (at the last of `total` updates)."""
     if updates < start:
         return 0.0
     return min(1.0, (updates - start + 1) / max(1, total - start))
@@ -148,7 +148,7 @@ def progress(updates: int, start: int, total: int) -> float:
 
 @SCHEDULES.register
 class ConstantConfig(ScheduleConfig):
-    """Factor 1 after the warm-up."""
+    """Constant schedule: the peak learning rate after the warm-up."""
 
     name: Literal["constant"] = "constant"
 
@@ -158,7 +158,10 @@ class ConstantConfig(ScheduleConfig):
 
 @SCHEDULES.register
 class CosineConfig(ScheduleConfig):
-    """f + (1 - f) (1 + cos(pi t)) / 2 (Loshchilov & Hutter 2017, eq. 5); f = `floor`, at `total_steps`."""
+    """Cosine schedule from the peak to `floor` at `total_steps` (Loshchilov & Hutter 2017, eq. 5).
+
+    The factor of the peak is f + (1 - f) (1 + cos(pi t)) / 2 with f = `floor` and t from 0 to 1 after the warm-up.
+    """
 
     name: Literal["cosine"] = "cosine"
 
@@ -169,7 +172,10 @@ class CosineConfig(ScheduleConfig):
 
 @SCHEDULES.register
 class WSDConfig(ScheduleConfig):
-    """1, then linearly to `floor` over the last `decay_fraction` (MiniCPM: Hu et al. 2024, section 4.2)."""
+    """Warmup-stable-decay schedule: the peak, then a linear decay to `floor` (MiniCPM: Hu et al. 2024, section 4.2).
+
+    The decay takes the last `decay_fraction` of all updates.
+    """
 
     name: Literal["wsd"] = "wsd"
 
@@ -197,23 +203,25 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes by kind. Step counts, one number per tensor, and delayed scaling's histories are left out."""
+    """Bytes of the training state. Step counts (one number per tensor) and histories of delayed scaling are left
+    out."""
 
     parameters: int
     gradients: int
     optimizer: int
-    """The training algorithm's state, too."""
+    """Bytes of the optimizer's state and of the training algorithm's."""
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of a checkpoint: gradients are not in it."""
+        """Bytes of a checkpoint, which contains everything but the gradients."""
         return self.parameters + self.optimizer
 
 
 def state_bytes(
     shards: Iterable[ParameterShard], optim: OptimConfig, algorithm: AlgorithmConfig, recipe: PrecisionConfig
 ) -> StateBytes:
-    """Return the bytes of the state of `shards`, padding included, that train by `optim` under `recipe`."""
+    """Return the bytes of the training state of `shards`, padding included, with this optimizer, algorithm and
+    recipe."""
     master, held = DTYPE_BYTES[recipe.master_dtype], list(shards)
     compensation = master if recipe.update.rounding == "kahan" else 0
     elements = sum(shard.elements for shard in held)

@@ -14,7 +14,8 @@ from lightning_llm.optim.optimizer import AdamW, WeightRounding, adamw, groups_o
 
 
 class OnWhole(Protocol):
-    """Access to whole matrices under any layout, for rules that need them."""
+    """Protocol of functions that apply a function to whole matrices under any layout, for update rules that need
+    them."""
 
     def __call__(
         self,
@@ -37,37 +38,38 @@ def on_one_rank(
     part_of: Callable[[nn.Parameter], Tensor],
     function: Callable[[Tensor], Tensor],
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """`OnWhole` of a layout that shards nothing: call `function` on each matrix."""
+    """`OnWhole` without sharding: yield each parameter and `function` of its matrix."""
     for parameter in parameters:
         part = part_of(parameter)
         yield parameter, on_each(function, part, stacked(parameter) * len(part) // len(parameter))  # whole experts
 
 
 def on_each(function: Callable[[Tensor], Tensor], matrices: Tensor, count: int) -> Tensor:
-    """Return `function` of each of `count` matrices stacked as rows of `matrices`, stacked again."""
+    """Apply `function` to each of the `count` matrices that are stacked as rows of `matrices`; return them stacked."""
     if count == 1:
         return function(matrices)
     return torch.cat([function(matrix) for matrix in matrices.chunk(count)])
 
 
 def matrix_shape(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return [rows, columns] of each matrix of `parameter`."""
+    """Return (rows, columns) of one matrix of `parameter`, which may stack several (experts)."""
     rows, columns = parameter.shape
     return rows // stacked(parameter), columns
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """A rule for the matrices of certain roles, and torch.optim.AdamW for the rest, as one optimizer.
+    """Base class of optimizers with their own update rule for matrices of certain roles, and AdamW for the rest.
 
-    Parameter groups say by `matrices` which of the two they take. A subclass gives `initial_state` and `update`, which
-    calls `write`.
+    The entry `matrices` of a parameter group tells which of the two it uses. A subclass implements `initial_state` and
+    `update`, which calls `write`.
     """
 
     rounding: WeightRounding | None = None
     """How updated weights are rounded; None: to nearest."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: AdamWFields, roles: tuple[Role, ...]):
-        """`roles`: of the matrices that the rule updates; not "vector"."""
+        """Divide named `parameters` into groups; `roles`: roles of the matrices that the rule updates, never
+        "vector"."""
         named = list(parameters)
         mine = [(name, each) for name, each in named if role_of(name, each.ndim) in roles]
         names = {name for name, _ in mine}
@@ -80,7 +82,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     def with_rounding(self, rounding: WeightRounding) -> Self:
-        """Return this optimizer, which from now on writes weights by `rounding`."""
+        """Let this optimizer write weights by `rounding` from now on; return it."""
         self.rounding = rounding
         if isinstance(self._adamw, AdamW):
             self._adamw = self._adamw.with_rounding(rounding)
@@ -95,11 +97,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         weight.copy_(change(weight.float(), slice(None)))
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the state of a matrix before the first step, sharded as the parameter is."""
+        """Return the state tensors of a matrix before the first step, by name, sharded as the parameter is."""
         raise NotImplementedError
 
     def update(self, group: dict[str, Any]) -> None:
-        """Update the parameters of `group` in place; all of them have state."""
+        """Make one step on the matrices of the parameter group `group`, in place; all of them have state."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -140,7 +142,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of the gradient of `parameter`, which has one."""
+    """Return this rank's part of the gradient of `parameter`. Raises ValueError if it has none."""
     if parameter.grad is None:
         raise ValueError("the parameter has no gradient")
     return local(parameter.grad)

@@ -16,7 +16,10 @@ EPS = 1e-7
 
 
 class Muon(MatrixOptimizer):
-    """Momentum and weights are each rank's part; the update is orthogonalised whole, by one of the ranks."""
+    """Muon for matrices of blocks, and AdamW for all other parameters.
+
+    Each rank has its part of momentum and weights. The update is orthogonalized as a whole matrix, by one of the ranks.
+    """
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: MuonConfig, on_whole: OnWhole = on_one_rank
@@ -50,9 +53,9 @@ class Muon(MatrixOptimizer):
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
-    """Return a nearly orthogonal matrix near bf16 `matrix` [A, B], which is written to: Newton-Schulz iteration.
+    """Return the orthogonalized bf16 `matrix` [A, B], by `steps` Newton-Schulz iterations; `matrix` is overwritten.
 
-    Its singular values end in about [0.7, 1.2]; singular vectors stay. The operations are those of torch.optim.Muon.
+    Singular vectors stay, singular values become about 0.7 to 1.2. The operations are those of torch.optim.Muon.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]

@@ -1,4 +1,4 @@
-"""Shared by all optimizers: parameter groups and roles, AdamW, the initial state, and the learning rate of a step."""
+"""AdamW, and what all optimizers share: parameter groups and roles, the initial state, the learning rate of a step."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from lightning_llm.optim.kinds import AdamWFields, learning_rate_factor
 
 
 class WeightRounding(Protocol):
-    """How updated weights are written to bf16 parameters; see `train.weight_rounding`."""
+    """Protocol of methods that write updated weights to bf16 parameters; implemented by `train.weight_rounding`."""
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the rounding's own optimizer state of a parameter, sharded like the parameter."""
@@ -53,7 +53,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class RoundedAdamW(torch.optim.AdamW):
-    """AdamW in fp32 arithmetic: moments are rounded to nearest in their dtype, and weights as `rounding` says.
+    """AdamW in fp32 arithmetic for bf16 parameters: weights are rounded by `rounding`, moments to nearest.
 
     Its `step` calls none of torch's, which would run the hooks of a step twice. Its groups are not fused: torch would
     load their step counts onto the device, where the host would wait for each.
@@ -103,10 +103,10 @@ def adamw_change(
     betas: tuple[float, float],
     eps: float,
 ) -> torch.Tensor:
-    """Return AdamW's update, subtracted from decayed weights (Loshchilov & Hutter 2019, algorithm 2), in fp32.
+    """Return the fp32 tensor that AdamW subtracts from the decayed weights (Loshchilov & Hutter 2019, algorithm 2).
 
-    The moments `first` and `second` are advanced in place. `count`: of updates, this one included. Each operation is
-    rounded once, so a shard gets the bits of the whole.
+    The moments `first` and `second` are updated in place. `count`: number of updates including this one; `rate`: the
+    learning rate. Each operation is rounded once, so a shard gets the bits of the whole.
     """
     beta1, beta2 = betas
     first.mul_(beta1).add_(gradient * (1 - beta1))
@@ -118,9 +118,9 @@ def adamw_change(
 def adamw(
     parameters: Iterable[tuple[str, nn.Parameter]], config: AdamWFields, learning_rate: float | None = None
 ) -> AdamW:
-    """Return AdamW over `parameters`; `learning_rate`: another peak than the config's.
+    """Return AdamW over named `parameters` with the options of `config`; `learning_rate`: None: the config's.
 
-    Fused kernels: one pass over parameter, gradient and both moments, on CPU and CUDA.
+    It uses fused kernels: one pass over parameter, gradient and both moments, on CPU and CUDA.
     """
     rate = config.learning_rate if learning_rate is None else learning_rate
     betas = (config.beta1, config.beta2)
@@ -128,9 +128,10 @@ def adamw(
 
 
 def groups_of(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> list[dict[str, Any]]:
-    """Return parameter groups with their weight decay: the decayed one, then the other; empty groups are omitted.
+    """Return torch's parameter groups: one with `weight_decay` of the config, then one without; empty ones are omitted.
 
-    By GPT-3's rule norms, biases and embeddings do not decay; each has a separate key.
+    By default (GPT-3's rule) norms, biases and embeddings do not decay; `decay_norms`, `decay_biases` and
+    `decay_embeddings` change that.
     """
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
@@ -167,7 +168,7 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def role_of(name: str, dimensions: int) -> Role:
-    """Return the role of parameter `name` (its full name in a `Decoder`), which has so many dimensions."""
+    """Return the role of the parameter with full name `name` in a `Decoder`: hidden, embedding, head or vector."""
     if name.startswith("layers."):
         return role_in_block(dimensions)
     if dimensions == 1:
@@ -187,10 +188,10 @@ def _decays(name: str, dimensions: int, config: OptimConfig) -> bool:
 
 
 class LearningRate:
-    """Sets the rates of an optimizer before each update.
+    """Learning-rate schedule of one optimizer: sets the rate of each parameter group before an update (`set`).
 
-    Base rates are those that `optimizer`'s groups are made with, and kept here: a checkpoint that is loaded into it
-    later brings the rates of its last update.
+    Each group's rate when this is created is its peak. It is stored here, because a checkpoint that is loaded into the
+    optimizer later brings the rates of its last update.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: ScheduleConfig, max_steps: int):

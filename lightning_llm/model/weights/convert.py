@@ -1,4 +1,4 @@
-"""Conversion of weights to our names or Hugging Face's: each tensor is computed when its file is written."""
+"""Tensors to write for weights, under this package's or Hugging Face's names; each is computed when it is written."""
 
 from math import prod
 from typing import NamedTuple
@@ -17,7 +17,7 @@ KEPT_IN_FP32 = ".e_score_correction_bias"
 
 
 def as_ours(weights: Weights) -> list[TensorToWrite]:
-    """Return every parameter under our names, bit for bit in the dtype it is kept in."""
+    """Return the tensors to write under this package's parameter names, bit for bit in the dtype they have now."""
     return [
         TensorToWrite(name, prod(shape) * DTYPES[weights.dtype(name)].itemsize, _Rows(weights, name, shape[0]))
         for name, shape in weights.shapes.items()
@@ -25,10 +25,12 @@ def as_ours(weights: Weights) -> list[TensorToWrite]:
 
 
 def as_huggingface(weights: Weights, config: ModelConfig, dtype: str) -> list[TensorToWrite]:
-    """Return every tensor of the transformers architecture that is equivalent to `config`, in `dtype`.
+    """Return the tensors to write for the transformers architecture that is equivalent to `config`, in `dtype`.
+
+    `dtype`: "fp32", "bf16" or "fp16".
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no architecture of transformers is equivalent.
     """
     parts: dict[str, list[_Part]] = {}
     for ours, stored in stored_as(config, architecture(config)).items():

@@ -18,14 +18,14 @@ MEAN_ROWS = 1024
 
 
 class InitialWeights:
-    """Elements of the parameters of a decoder of `config`: those of `weights`, and rows for tokens that these lack.
+    """Source of a run's initial parameters, read by slices: the elements of `weights`, and rows of new tokens.
 
     A new token's row, in embedding and head, is the fp32 mean of the rows of its pieces: the tokens that its text had
     before; the mean of all rows if it had none. Rows that pad the vocabulary are zeros: their logits are masked.
     """
 
     def __init__(self, weights: Weights, config: ModelConfig, pieces: Mapping[int, Sequence[int]] | None = None):
-        """`pieces`: the ids, in the weights' vocabulary, that a new token's text has there, by the new token's id."""
+        """`config`: model of the run. `pieces`: {id of a new token: ids of its text in the vocabulary of `weights`}."""
         self.weights, self.config, self.pieces = weights, config, dict(pieces or {})
         self._shapes = weights.shapes
         self._mean_rows: dict[str, Tensor] = {}
@@ -62,13 +62,19 @@ class InitialWeights:
 
 
 def state_dict_of(weights: Weights, config: ModelConfig | None = None) -> Mapping[str, Tensor]:
-    """Return all parameters as a `Decoder` of `config` loads them: fp32, with zeros as rows of padding, on the CPU."""
+    """Return all parameters for `Decoder.load_state_dict`: fp32 on the CPU, with zeros as rows that pad the vocabulary.
+
+    `config`: model of the decoder; None: that of `weights`.
+    """
     config = config or weights.config
     return whole_state(InitialWeights(weights, config), config)
 
 
 def whole_state(initial: Callable[[str, int, int], Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return all parameters of a `Decoder` of `config` from slices of them, see `InitialWeights`: fp32, on the CPU."""
+    """Return all parameters of a `Decoder` of `config` by name, fp32 on the CPU, read from the slices of `initial`.
+
+    `initial(name, start, stop)` returns elements of a parameter, as `InitialWeights` does.
+    """
     state = {}
     for name, shape in parameter_shapes(config).items():
         rows = config.padded_vocab_size if name in VOCABULARY else shape[0]
@@ -102,12 +108,16 @@ def whole_decoder(
 def frozen_decoder(
     config: ModelConfig, weights: Mapping[str, Tensor], compute_dtype: torch.dtype, device: torch.device
 ) -> Decoder:
-    """Return a decoder for inference only, of fp32 `weights` on `device`; see `frozen`."""
+    """Return a decoder for inference with fp32 `weights` (by name) on `device`; see `frozen`."""
     return frozen(whole_decoder(config, weights, compute_dtype, device=device), compute_dtype)
 
 
 def frozen(model: Decoder, compute_dtype: torch.dtype) -> Decoder:
-    """Return `model` in evaluation mode, its linears cast to `compute_dtype`: once, and not in every forward pass."""
+    """Prepare `model` for inference, in place, and return it: evaluation mode, no gradients, linears in
+    `compute_dtype`.
+
+    So linear layers do not cast their weights again in every forward pass.
+    """
     for module in model.modules():
         if isinstance(module, Linear | GroupedLinear):
             module.to(compute_dtype)

@@ -1,4 +1,4 @@
-"""Tensors to a folder of safetensors files, and such a folder under its name only when it is whole."""
+"""Writing of a folder of safetensors files; the folder gets its name only when it is complete."""
 
 import json
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHARD_BYTES = 5 * 10**9
-"""Of a file, unless one tensor alone has more: transformers' default."""
+"""Largest size of a file, unless one tensor alone is larger: transformers' default."""
 OURS = re.compile(
     r"(model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|[\w.-]+\.json|README\.md|loss\.png|tokenizer\.model|"
     r"merges\.txt|vocab\.txt|chat_template\.jinja|LICENSE[\w.]*)"
@@ -38,9 +38,9 @@ class TensorToWrite:
 
 
 def write_tensors(folder: Path, tensors: Sequence[TensorToWrite], shard_bytes: int = SHARD_BYTES) -> list[Path]:
-    """Write `tensors` to model.safetensors, or to several files and their index; return the files of tensors.
+    """Write `tensors` to `folder`, as model.safetensors or as several files and an index; return the files of tensors.
 
-    No more than one file's tensors are held at a time. Raises OSError where one cannot be written.
+    The tensors of at most one file are in memory at a time. Raises OSError if a file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -88,7 +88,10 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def output_problems(output: Path, source: Path, force: bool, needed_bytes: int = 0) -> list[Problem]:
-    """Return why `output` cannot be written: it exists (without `force`), is inside `source`, or the disk is full."""
+    """Return the reasons why the folder `output` cannot be written; [] if it can.
+
+    It exists (without `force`), is inside the input folder `source`, is not writable, or lacks `needed_bytes` of space.
+    """
     if source.resolve() in (output.resolve(), *output.resolve().parents):
         return [Problem("--output", f"{output} is inside the input folder. Choose another.")]
     if problems := _existing_problems(output, force):
@@ -118,9 +121,9 @@ def _existing_problems(output: Path, force: bool) -> list[Problem]:
 
 
 def undo_killed(output: Path) -> list[str]:
-    """Restore the state before a command that was killed while it wrote `output`; return one line per change.
+    """Clean up after a command that was killed while it wrote `output`; return one line per change.
 
-    Between the two moves that replace a folder, nothing has its name: the old folder then gets it back.
+    If it was killed between the two moves that replace a folder, the old folder gets its name back.
 
     Raises:
         ConfigError: another command is writing `output` right now, or it cannot be written.
