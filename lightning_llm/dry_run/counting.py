@@ -35,7 +35,7 @@ _FUNCTIONAL = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": 
 
 
 class SentBytes:
-    """Bytes that this rank sends, as in a ring, and number of calls, by (kind of collective, ranks)."""
+    """Counter of collectives: bytes that this rank sends, as in a ring, and calls, by (kind of collective, ranks)."""
 
     def __init__(self, small_bytes: int) -> None:
         self.small_bytes = small_bytes
@@ -51,7 +51,7 @@ class SentBytes:
         return dict(kinds)
 
     def see(self, function: Any, args: Any, result: Any) -> None:
-        """Count `function`, an operator that returned `result`, if it is a collective."""
+        """Count one operation, the operator `function` called with `args`, if it is a collective."""
         if function.namespace not in ("c10d", "_c10d_functional"):
             return
         library, name = function.name().split(".")[0].split("::")
@@ -76,7 +76,7 @@ class SentBytes:
 
 
 class HeldBytes:
-    """Bytes of all live storages created by operations, and their peak. Meta tensors have no bytes."""
+    """Counter of memory: bytes of all live storages created by operations, and their peak. Meta tensors have none."""
 
     def __init__(self) -> None:
         self.now_bytes = self.peak_bytes = 0
@@ -105,7 +105,7 @@ class HeldBytes:
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
-        """Track storages that are freed and reallocated, as FSDP2 does with gathered parameters."""
+        """Context that also counts storages which are resized, as FSDP2 does with gathered parameters."""
         whole = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -122,7 +122,10 @@ class HeldBytes:
 
 
 class Counting(TorchDispatchMode):
-    """Counts every operation while active: inside a FakeTensorMode, or on real tensors."""
+    """Dispatch mode that counts every operation while active: on fake tensors inside a FakeTensorMode, or on real ones.
+
+    It counts memory (`held`), collectives (`sent`), `operations` and `host_waits`.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -138,7 +141,7 @@ class Counting(TorchDispatchMode):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Count operations and FSDP2's resizes from here on, without DTensor's operations for shape propagation."""
+        """Context in which operations and FSDP2's resizes are counted; those of DTensor for shapes are not."""
         finder, name = private(_sharding_prop, "ShardingPropagator"), "_propagate_tensor_meta_non_cached"
         whole = private(finder, name)
 
@@ -157,7 +160,7 @@ class Counting(TorchDispatchMode):
             setattr(finder, name, whole)
 
     def begin(self) -> None:
-        """Restart the counters, except for held bytes."""
+        """Reset all counters to zero, and the peak of memory to what is live now."""
         self.sent, self.operations, self.host_waits = SentBytes(self.sent.small_bytes), 0, 0
         self.held.peak_bytes = self.held.now_bytes
 

@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Memory, traffic and operations of one rank's step. Sizes are in bytes."""
+    """Counts of memory, traffic and operations of one rank in one step."""
 
     rank: int
     pp_rank: int
@@ -67,10 +67,10 @@ class RankCounts:
 
 
 def dry_rank(plan: Plan, rank: int, progress: Callable[[], None] | None = None) -> RankCounts:
-    """Return the counts of global `rank` of `plan` in its first step. Call once per process: it joins a fake group.
+    """Run the first step of `plan` as global rank `rank` on fake tensors; return its counts.
 
-    Casts only allocate their results, and blocks are not compiled. `progress` is called when a stage of the rank begins
-    a micro-batch.
+    It joins a fake process group, so call it once per process. Casts only allocate their results, and blocks are not
+    compiled. `progress` is called when a stage of the rank begins a micro-batch.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -91,7 +91,16 @@ def count_step(
     device: torch.device = CPU,
     casts: Backend = "shapes",
 ) -> RankCounts:
-    """Return the counts of this rank of `layout` in the first step of `plan`, in `fake`, or on real tensors if None."""
+    """Run the first step of `plan` as this rank of `layout` and count; return the counts.
+
+    Args:
+        plan: the plan.
+        layout: layout of this rank, on a fake or a real process group.
+        fake: mode of fake tensors; None: real tensors.
+        progress: called when a stage of this rank begins a micro-batch.
+        device: device of the tensors.
+        casts: implementation of casts; "shapes" only allocates their results.
+    """
     started = time.process_time()
     config, within = plan.config, fake or nullcontext()
     counting = Counting(small_bytes(config))
@@ -198,7 +207,7 @@ class _Sending:
 
 @contextmanager
 def sends_held() -> Iterator[None]:
-    """Make `dist.isend` return works that keep their tensors alive. Schedules need it to be a single function."""
+    """Context in which `dist.isend` keeps a tensor alive until its send is dropped, as gloo does, to count memory."""
     whole = private(dist, "isend")
 
     @wraps(whole)

@@ -173,7 +173,10 @@ def _kill(running: dict[Connection, ForkServerProcess]) -> None:
 
 
 def render_counts(facts: dict[str, Any]) -> str:
-    """Return the `dry_run` of `plan_facts` as lines, including differences between formulas and counts."""
+    """Return the text of a dry run for the terminal: counts, and differences between formulas and counts.
+
+    `facts`: the facts of a plan, with the result of `dry_run` under "dry_run".
+    """
     counts = facts["dry_run"]
     memory, traffic = counts["memory_bytes"], counts["traffic_bytes"]
     within, between = traffic_text(traffic["within_nodes"]), traffic_text(traffic["between_nodes"])

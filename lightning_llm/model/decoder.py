@@ -33,7 +33,10 @@ from lightning_llm.model.structure import block_parts, for_layers, mixer_of, nor
 
 
 class AttentionKind(NamedTuple):
-    """Key of blocks that share a mask: the window, and whether they take kernels (`AttentionSpec.takes_kernels`)."""
+    """What decides the attention mask of a block: its window, and whether it takes kernels (`takes_kernels`).
+
+    Blocks with equal values share one mask.
+    """
 
     window: int | None
     takes_kernels: bool
@@ -97,7 +100,7 @@ class TokenEmbedding(CastOnUse, nn.Embedding):
     """Token embedding `[V, D]`; without a head, also the projection of hidden states to logits."""
 
     def project(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
-        """Return logits `[B, T, V]` of `x` `[B, T, D]`, or the result of `reduce`."""
+        """Return logits `[B, T, V]` of `x` `[B, T, D]` with the embedding as projection, or the result of `reduce`."""
         return self.reduced(x, self.weight, None, reduce)
 
 

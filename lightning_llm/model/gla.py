@@ -48,7 +48,7 @@ def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, document_
 
 
 def continue_from(state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs of tokens that continue from `state` (None: zeros), and the state `[B, H, K, V]` after them.
+    """Return (outputs of tokens that follow `state`, the state `[B, H, K, V]` after them); `state=None`: zeros.
 
     Operands are those of `gated_linear_attention`; a single token is one step of the recurrence. Autograd derives the
     backward pass from its operations.
@@ -245,7 +245,9 @@ class GLACache:
 
 
 class GLA(nn.Module):
-    """`o_proj(norm(o) * silu(g_proj(x)))`, o as above. Heads are read off tensors: a shard works.
+    """Token mixer with gated linear attention: `o_proj(norm(o) * silu(g_proj(x)))` with o of `gated_linear_attention`.
+
+    The number of heads follows from the tensors' shapes, so that it works on a shard, too.
 
     The decays' logarithms are `logsigmoid(gk) / gate_logit_normalizer` in fp32, gk of rank gate_low_rank_dim.
     """

@@ -30,7 +30,7 @@ _planned_for: str | None = None
 
 @contextmanager
 def chunked_for(kind: str) -> Iterator[None]:
-    """Run the block with the loss in the chunks of a `kind` of device: "cpu" or "cuda"."""
+    """Context in which the loss uses the chunk size of a `kind` of device, "cpu" or "cuda", wherever it runs."""
     global _planned_for
     before, _planned_for = _planned_for, kind
     try:
@@ -45,7 +45,7 @@ def device_kind(tensor: Tensor) -> str:
 
 
 def chunk_rows(logits: Tensor) -> int:
-    """Return how many rows of `logits` [N, V] are worked on at once."""
+    """Return how many rows of `logits` [N, V] the loss converts to fp32 at once."""
     return max(1, CHUNK_ELEMENTS.get(device_kind(logits), CHUNK_ELEMENTS["cuda"]) // logits.shape[-1])
 
 
@@ -98,7 +98,7 @@ def next_token_loss_sum(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> 
 
 @functools.cache
 def compiled_loss_sum(z_loss: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return `next_token_loss_sum` compiled, for a GPU: two kernels, which keep nothing in fp32 and round as it does.
+    """Return `next_token_loss_sum` as compiled for a GPU: two kernels without fp32 copies, with the same rounding.
 
     Of 16,384 tokens x 128,256 ids it takes an H200 6 ms; by torch's operators a step takes 29 ms more.
     """
@@ -106,7 +106,9 @@ def compiled_loss_sum(z_loss: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]
 
 
 def fp32_loss_sum(z_loss: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the same by an fp32 copy of the logits, which only a compiler avoids."""
+    """Return a function like `next_token_loss_sum` that works on an fp32 copy of the logits, to be compiled.
+
+    Only a compiler avoids that copy."""
 
     def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
@@ -180,11 +182,12 @@ class LossReduction:
     finish: Callable[[Tensor], Tensor] | None = None
 
     def after(self, finish: Callable[[Tensor], Tensor]) -> "LossReduction":
-        """Return a reduction that applies `finish` to the logits first."""
+        """Return this reduction with `finish`, a function that is applied to the logits before the loss."""
         return replace(self, finish=finish)
 
     def __call__(self, multiply: Multiply, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the loss of `multiply(x, weight, bias)` for `x` `[B, T, D]` and `weight` `[V, D]`, of this rank's."""
+        """Return the loss of the logits `multiply(x, weight, bias)`, for `x` `[B, T, D]` and this rank's `weight` `[V,
+        D]`."""
         count = x.shape[:-1].numel()
         rows = rows_at_once(count, x.shape[-1], len(weight), device_kind(x))
         if rows >= count:

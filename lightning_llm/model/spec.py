@@ -1,4 +1,4 @@
-"""Base classes of a block's parts, without torch: all that is known of a block before it is built comes from them.
+"""Base classes of a block's parts (mixers, feed-forward networks, norms): their shapes and costs, without torch.
 
 A part (mixer, feed-forward, norm) is a registered config class: its fields are the part's own keys in YAML, its methods
 return its parameters, sizes and costs in a given model. Linears, parameters, initial distributions, FLOPs, bytes, what
@@ -33,7 +33,10 @@ class Distribution:
 
 
 class Size(NamedTuple):
-    """One side of a linear: its `length` is `times` the value of `key`; `text` names its source in messages."""
+    """Number of inputs or outputs of a linear layer: `length` is `times` the value of the config key `key`.
+
+    `text` describes where it comes from, for messages.
+    """
 
     length: int
     key: str
@@ -61,12 +64,12 @@ class LinearSpec(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements of the weight."""
+        """Number of elements of the weight."""
         return self.groups * self.active_elements // self.per_token
 
     @property
     def active_elements(self) -> int:
-        """Elements that multiply each token."""
+        """Number of elements of the weight that multiply each token: of experts only the chosen ones."""
         return self.per_token * self.outputs.length * self.inputs.length
 
     @property
@@ -76,9 +79,9 @@ class LinearSpec(NamedTuple):
 
 
 class ParameterSpec(NamedTuple):
-    """A parameter: name, shape, role, and initial distribution; None for a linear's weight, see `model.init`.
+    """Description of one parameter: name, shape, role under tensor parallelism, and initial distribution.
 
-    `trained`: whether gradients update it.
+    `distribution` is None for a linear's weight (`model.init` chooses it). `trained`: whether gradients update it.
     """
 
     name: str
@@ -152,19 +155,19 @@ class Part(Group):
     """Why torch.compile cannot take its block; None if it can."""
 
     def linears(self, model: ModelConfig) -> list[LinearSpec]:
-        """Return its linears, in the order in which the module makes them; names are those of the module's children."""
+        """Return the part's linear layers, in the order of the module's children and with their names."""
         return []
 
     def own_parameters(self, model: ModelConfig) -> list[ParameterSpec]:
-        """Return the parameters that do not belong to linears."""
+        """Return the part's parameters that do not belong to linear layers."""
         return []
 
     def build(self, model: ModelConfig) -> "nn.Module":
-        """Return the module."""
+        """Return the part's nn.Module, an instance of `module`."""
         return resolve_name(self.module)(self, model)
 
     def flops_per_token(self, model: ModelConfig, sequence_length: int) -> int:
-        """Return the model FLOPs of forward and backward per token, excluding its linears."""
+        """Return the FLOPs of forward and backward per token outside of linear layers, for MFU."""
         return 0
 
     def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
@@ -172,22 +175,25 @@ class Part(Group):
         return []
 
     def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
-        """Return bytes per token that selective checkpointing keeps, excluding linears' outputs; split over heads."""
+        """Return the bytes per token of the kernel's outputs, which selective activation checkpointing keeps.
+
+        Outputs of linear layers are not included. Tensor-parallel ranks share the bytes by heads.
+        """
         return 0
 
     def divisions(self, model: ModelConfig) -> dict[str, tuple[int, str]]:
-        """Return the sizes that the number of tensor-parallel ranks must divide, by key, each with the reason."""
+        """Return {key: (size, reason)} of the sizes that the number of tensor-parallel ranks must divide."""
         return {}
 
     def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
-        """Return the operations outside its linears and its kernel, on elements of `width` bytes.
+        """Return the memory-bound operations outside of linear layers and the kernel, on elements of `width` bytes.
 
         One entry per operator; if `compiled`, fused neighbors read their inputs and write their outputs once.
         """
         return []
 
     def problems(self, model: ModelConfig) -> Iterator[Problem]:
-        """Yield the problems of the model's shape."""
+        """Yield a problem for each contradiction between this part's settings and the model's shape."""
         yield from ()
 
     def roles(self, model: ModelConfig) -> dict[str, str]:
@@ -211,15 +217,18 @@ class Mixer(Part):
     """Whether ranks can share a sequence. If so the module has `attend` and `kernel`, see `parallel.cp`."""
 
     def window_tokens(self, model: ModelConfig) -> int | None:
-        """Return how many tokens up to itself a token sees; None: all before it."""
+        """Return the number of tokens that a token sees, including itself; None: all tokens before it."""
         return None
 
     def context_elements(self, model: ModelConfig, width: int = 1) -> int:
-        """Return the elements per token that context-parallel ranks gather, each of `width` tensor-parallel ranks."""
+        """Return the elements per token that context-parallel ranks gather (keys and values).
+
+        `width`: number of tensor-parallel ranks, each of which gathers its share.
+        """
         return 0
 
     def rope_width(self, model: ModelConfig) -> int:
-        """Return the elements of a head that rotary positions turn."""
+        """Return the number of elements of a head that rotary position embedding rotates."""
         return 0 if self.recurrent else model.attention_head_dim
 
 
@@ -233,7 +242,8 @@ class FeedForward(Part):
     """Whether ranks can share a sequence."""
 
     def why_not_generated(self, model: ModelConfig) -> str | None:
-        """Return why a token's result depends on the other tokens of its batch, so that nothing can be generated."""
+        """Return why a token's result depends on other tokens of its batch, so that generation is impossible; else
+        None."""
         return None
 
 
@@ -241,11 +251,11 @@ class Norm(Part):
     """Base class of norms over the last dimension. `vectors` names the parameters of a kind."""
 
     def vectors(self, model: ModelConfig) -> dict[str, float]:
-        """Return the first value of each of its vectors, by name."""
+        """Return {name: initial value} of the norm's parameter vectors."""
         raise NotImplementedError
 
     def build_for(self, model: ModelConfig, size: int) -> "nn.Module":
-        """Return the module over a last dimension of `size`, made by calling `module` with (size, model.norm_eps)."""
+        """Return the norm's nn.Module over a last dimension of `size`: `module(size, model.norm_eps)`."""
         return resolve_name(self.module)(size, model.norm_eps)
 
     def build(self, model: ModelConfig) -> "nn.Module":
@@ -255,16 +265,16 @@ class Norm(Part):
         return self.parameters_for(model, model.hidden_size, "replicate")
 
     def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
-        """Return one kernel: x and y; in the backward pass dy, x and dx. The weight's gradient is a sum in it."""
+        """Return one operation: forward it reads x and writes y, backward it reads dy and x and writes dx."""
         return [MemoryPass(2 * width * model.hidden_size, 3 * width * model.hidden_size, 1, outside=True)]
 
     def parameters_for(self, model: ModelConfig, size: int, role: str) -> list[ParameterSpec]:
-        """Return its parameters over a last dimension of `size`."""
+        """Return the norm's parameters over a last dimension of `size`, with the given tensor-parallel `role`."""
         made = self.vectors(model).items()
         return [ParameterSpec(name, (size,), role, Distribution(mean=first)) for name, first in made]
 
     def saved_for(self, size: int, forward: ForwardPass) -> list[SavedTensor]:
-        """Return the activations saved for backward of one vector of `size`: here the vector itself."""
+        """Return the activations saved for backward for one vector of `size`; by default its input."""
         return [SavedTensor("input", size, forward.width, "outside")]
 
     def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
@@ -272,5 +282,5 @@ class Norm(Part):
 
 
 def hidden(model: ModelConfig) -> Size:
-    """Return the size of the residual stream."""
+    """Return the size of the residual stream, `model.hidden_size`, as a side of a linear layer."""
     return Size(model.hidden_size, "model.hidden_size", 1, "model.hidden_size")

@@ -39,7 +39,7 @@ def feed_forward_of(model: ModelConfig, index: int) -> FeedForward:
 
 
 def why_not_generated(model: ModelConfig) -> str | None:
-    """Return why a token's result depends on its batch's other tokens, with the block's name; None if it does not."""
+    """Return why the model cannot generate (a block's result depends on other tokens of the batch); None if it can."""
     for index in range(len(model.layers or DEFAULT_LAYERS)):
         if (why := feed_forward_of(model, index).why_not_generated(model)) is not None:
             return f"block '{model.layer_name(index)}': {why}"
@@ -62,7 +62,7 @@ class Same:
 
 
 def first_alike(model: ModelConfig, index: int) -> int:
-    """Return the index of the first block with the name of block `index`."""
+    """Return the index of the first block of the same kind (name in `model.layers`) as block `index`."""
     return (model.layers or DEFAULT_LAYERS).index(model.layer_name(index))
 
 
@@ -125,7 +125,10 @@ def frozen_names(model: ModelConfig, index: int) -> list[str]:
 
 
 def for_layers(model: ModelConfig, layers: Iterable[int], value: Callable[[int], Value]) -> list[Value]:
-    """Return `value(index)` for each of `layers`, computed once per block name; `value` must depend on it only."""
+    """Return [value(index) for index in layers], but call `value` only once per kind of block.
+
+    `value` must depend only on the kind.
+    """
     made: dict[str, Value] = {}
     for index in layers:
         name = model.layer_name(index)
@@ -156,7 +159,7 @@ def experts_by_linear(config: ModelConfig) -> dict[str, int]:
 
 
 def linear_names(config: ModelConfig) -> list[str]:
-    """Return the full name of every `nn.Linear` of `Decoder(config)`, in module order; a tied head is none."""
+    """Return the full name of every linear layer of `Decoder(config)`, in module order; a tied head is not one."""
     return [*linears_of(config), *([] if config.tie_embeddings else ["head"])]
 
 
@@ -166,7 +169,7 @@ def has_bias(config: ModelConfig) -> bool:
 
 
 def linear_widths(config: ModelConfig) -> dict[str, int]:
-    """Return every size that a linear within a block has on one of its sides, by the keys that make it."""
+    """Return {key: size} of all numbers of inputs and outputs of linear layers in blocks, by the keys that set them."""
     return dict(_widths(Same(config)))
 
 
@@ -189,7 +192,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def shape_problems(model: ModelConfig) -> list[Problem]:
-    """Return the contradictions in a model's shape."""
+    """Return a problem for each contradiction in a model's shape; [] if there is none."""
     found: dict[Problem, None] = {}
     for index in range(len(model.layers or DEFAULT_LAYERS)):  # also reports it if num_layers is wrong
         for part in block_parts(model, index).values():

@@ -1,4 +1,4 @@
-"""Tensor files of a folder: their contents by the headers, and parts of tensors on request.
+"""Tensor files of a folder (safetensors or pytorch_model.bin): headers are read at once, parts of tensors on request.
 
 Nothing in them is executed. Names, shapes and dtypes come from the headers alone, without torch. A file is mapped only
 while a part of it is read, so that earlier parts do not stay in memory.
@@ -31,7 +31,7 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: the file that holds it, its shape, and its dtype as safetensors calls it."""
+    """Place and shape of one stored tensor: its file, its shape, and its dtype as safetensors calls it."""
 
     file: Path
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """Tensors by name, over one file or several."""
+    """Tensors of one safetensors file or of several, by name."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -255,6 +255,6 @@ def _is_dir(path: Path) -> bool:
 
 
 def some_of(names: list[str]) -> str:
-    """Return the first few of `names`, and how many more there are."""
+    """Return the first few of `names` as text, with the number of all others: "a, b, c and 5 more"."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"

@@ -43,7 +43,7 @@ MTP = "multi-token prediction (num_nextn_predict_layers)"
 TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Our names of dtypes, by torch's."""
 SHOWN_SHAPES = 6
-"""Number of tensors with a wrong shape that a message names."""
+"""Largest number of tensors with a wrong shape that a message names."""
 
 
 class Weights(ABC):
@@ -53,7 +53,7 @@ class Weights(ABC):
     path: Path
     config: ModelConfig
     architecture: str | None
-    """The class of transformers that they are of, None where there is none."""
+    """Class of transformers that the weights belong to, such as "LlamaForCausalLM"; None if there is none."""
     notes: tuple[str, ...] = ()
     """One line for each choice that may surprise, such as a difference to transformers."""
     end_tokens: tuple[int, ...] = ()
@@ -61,18 +61,19 @@ class Weights(ABC):
 
     @abstractmethod
     def rows(self, name: str, first: int, last: int) -> "Tensor":
-        """Return rows `first` to `last` of our parameter `name`, in the dtype that they are kept in, on the CPU.
+        """Return rows `first` to `last` (exclusive) of parameter `name` of a `Decoder`, in the stored dtype, on the
+        CPU.
 
-        The rows are the true vocabulary's where they are token ids: there is no padding.
+        Embeddings and heads have one row per token id, without padding.
         """
 
     @abstractmethod
     def dtype(self, name: str) -> str:
-        """Return the stored dtype of our parameter `name`: fp32, bf16 or fp16."""
+        """Return the stored dtype of parameter `name` of a `Decoder`: "fp32", "bf16" or "fp16"."""
 
     @abstractmethod
     def files(self) -> dict[Path, FileContent | None]:
-        """Return the files of the weights, with the recorded content of each, if known."""
+        """Return {file: its recorded size and digest, None if unknown} of all files of the weights."""
 
     @abstractmethod
     def verify(self, rank: int = 0, world: int = 1) -> None:
@@ -89,7 +90,7 @@ class Weights(ABC):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every parameter by our names, without padding."""
+        """Shape of every parameter by its name in a `Decoder`, without rows that pad the vocabulary."""
         return parameter_shapes(self.config)
 
     def digests(self, rank: int = 0, world: int = 1) -> dict[str, str]:
@@ -114,12 +115,12 @@ class Weights(ABC):
 
 
 def digest_of(digests: Mapping[str, str]) -> str:
-    """Return 32 hex digits over all files' digests: the id of the weights in a run's summary."""
+    """Return one digest (32 hex digits) over the digests of all files, which identifies weights in a run's summary."""
     return sha256("\n".join(f"{name} {digest}" for name, digest in sorted(digests.items())).encode()).hexdigest()[:32]
 
 
 class FolderWeights(Weights):
-    """Tensors in the files of a folder. Each parameter of the decoder is one of these tensors or a part of one."""
+    """Weights in the tensor files of a folder; each parameter of the decoder is one of the tensors or a part of one."""
 
     def __init__(
         self,

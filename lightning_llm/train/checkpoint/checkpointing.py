@@ -24,9 +24,10 @@ from lightning_llm.train.strategy import TrainStrategy
 
 
 class StoppedBySignal(BaseException):
-    """A signal of `STOPPING` ended the run. `saved_step`: step of the newest checkpoint, None without one."""
+    """A signal ended the run between two steps."""
 
     def __init__(self, number: int, saved_step: int | None):
+        """`number`: the signal. `saved_step`: step of the newest checkpoint; None: nothing was saved."""
         self.number = number
         self.saved_step = saved_step
         saved = "nothing was saved yet" if saved_step is None else f"state saved at step {saved_step}"
@@ -37,13 +38,14 @@ class StoppedBySignal(BaseException):
 
 
 class Superseding(pl.Callback):
-    """Moves superseded checkpoints in `folder` aside once every rank has loaded; the first save removes them.
+    """Callback that moves checkpoints after the resumed step aside once every rank has loaded.
 
-    Runs before the callback that truncates metrics.jsonl. Otherwise a run that dies between the two would resume from a
-    later checkpoint with missing records. `damaged`: skipped checkpoints.
+    The first save then removes them. It must come before the callback that truncates metrics.jsonl. Otherwise a run
+    that dies between the two would resume from a later checkpoint with missing records.
     """
 
     def __init__(self, folder: Path, damaged: Collection[Path] = ()):
+        """`folder`: the run's checkpoints. `damaged`: checkpoints that were skipped and are never removed."""
         self.folder = folder
         self.damaged = damaged
 
@@ -56,13 +58,13 @@ class Superseding(pl.Callback):
 
 
 class Checkpointing(pl.Callback):
-    """Saves `checkpoints/step=N` and keeps some of them. Runs after the callback that writes metrics.jsonl.
+    """Callback that saves checkpoints (every N steps, at the end, after a signal) and deletes old ones.
 
-    If a validation follows a step, the checkpoint is saved after it, so that the step's validation record is written
-    before the checkpoint. A run ended by spikes.policy is saved as it was before the step. After the first signal of
-    `STOPPING`, sent to any rank, all ranks finish the step (and the validation after it), save and raise
-    `StoppedBySignal`; a second SIGINT to this process stops it at once. `resumed_step`: step of the checkpoint in
-    `folder` that the run resumes from. `about`, `check_folder`: see `Saver`.
+    It must come after the callback that writes metrics.jsonl. If a validation follows a step, the checkpoint is saved
+    after it, so that the step's validation record is written before the checkpoint. A run ended by spikes.policy is
+    saved as it was before the step. After the first signal of `STOPPING`, sent to any rank, all ranks finish the step
+    (and the validation after it), save and raise `StoppedBySignal`; a second SIGINT to this process stops it at once.
+    `resumed_step`: step of the checkpoint in `folder` that the run resumes from. `about`, `check_folder`: see `Saver`.
 
     If an asynchronous save fails, all ranks raise the error after the same step. Every end of the run waits for the
     save in progress (`awaited`). A run's last save and those for a signal are synchronous.
@@ -140,7 +142,7 @@ class Checkpointing(pl.Callback):
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Run the block, then wait for the save in progress, however the block ends; not after a second Ctrl-C."""
+        """Context that at its end waits for the save in progress, however the block ends; not after a second Ctrl-C."""
         try:
             yield
         finally:
@@ -167,7 +169,7 @@ class Checkpointing(pl.Callback):
         return trainer.should_stop or step == self.max_steps or (every is not None and step % every == 0)
 
     def stop_outside_steps(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal before the first step, which ends the run, or after the last, when the run ends anyway.
+        """Signal handler outside of steps: before the first step it ends the run; after the last it only reports.
 
         Lightning puts this handler, in place before it starts, back before it calls on_fit_end.
         """

@@ -28,9 +28,9 @@ UNREADABLE = (
 
 @contextmanager
 def on_all_ranks(failed: str, *kinds: type[Exception], group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a block without collectives; if it fails with one of `kinds` on any rank, raise StorageError on all.
+    """Context that raises StorageError on all ranks if the block raises one of `kinds` on any of them. Collective.
 
-    Collective over `group`, None: the world.
+    `failed`: begin of the error's text. `group`: the ranks, None: all. The block must not contain collectives.
     """
     problem, cause = None, None
     try:
@@ -47,7 +47,10 @@ def on_all_ranks(failed: str, *kinds: type[Exception], group: dist.ProcessGroup 
 
 @contextmanager
 def torchs_failures(failed: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Convert the exception that torch raises on every rank, if all its causes are of `kinds`, into a StorageError."""
+    """Context that replaces torch's CheckpointException by a StorageError with the text `failed` and the first cause.
+
+    Torch raises that exception on every rank. It stays if a cause is not one of `kinds`.
+    """
     try:
         yield
     except CheckpointException as error:
@@ -82,7 +85,7 @@ TORCHS_WARNINGS = ("torch.distributed is disabled", "Detected pickle protocol")
 
 @contextmanager
 def without_its_warnings() -> Iterator[None]:
-    """Suppress torch's warnings about checkpoints written or read by one process, and about rejected pickles."""
+    """Context without torch's warnings about checkpoints of one process and about rejected pickles."""
     with warnings.catch_warnings():
         for message in TORCHS_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
@@ -90,6 +93,9 @@ def without_its_warnings() -> Iterator[None]:
 
 
 def ignore_its_warnings() -> None:
-    """Suppress them permanently: filters are per process, and restoring them from a thread would affect others."""
+    """Suppress the warnings of `without_its_warnings` for the rest of the process.
+
+    For background threads: filters belong to the process, so restoring them would affect other threads.
+    """
     for message in TORCHS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)

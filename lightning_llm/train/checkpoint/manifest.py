@@ -59,24 +59,25 @@ SHOWN_DIGITS = 8
 
 @dataclass(frozen=True)
 class Damage:
-    """A problem of one file of a checkpoint; `what` completes the sentence "FILE ...".
-
-    `foreign`: the file is intact, but the checkpoint is from another run. `outdated`: it is intact, but was trained on
-    samples that the run now skips.
-    """
+    """The reason why one file makes a checkpoint unusable."""
 
     folder: Path
+    """Folder of the checkpoint."""
     file: str
+    """Name of the file within the folder."""
     what: str
+    """The reason; completes the sentence "FILE ..."."""
     foreign: bool = False
+    """The file is intact, but the checkpoint is from another run."""
     outdated: bool = False
+    """The file is intact, but the checkpoint was trained on samples that the run now skips."""
 
     def __str__(self) -> str:
         return f"{self.folder.name}: {self.file} {self.what}"
 
 
 class DamagedError(Exception):
-    """A folder contains no checkpoint that can be loaded."""
+    """A checkpoint's folder is damaged; `damage` lists the reasons."""
 
     def __init__(self, *damage: Damage):
         super().__init__("; ".join(map(str, damage)))
@@ -85,23 +86,27 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint with verified manifest and progress, and other files of the right sizes.
+    """An opened checkpoint: manifest and progress are verified, other files have the right sizes.
 
-    `run_id`: of the run that saved it. `written_in`: the `checkpoints` folder at that time. `frozen_config`: values of
-    the config that may not change on resume, by dotted key. `records`: head of the hash chain over the run's records up
-    to `step`. `run_id`, `frozen_config` and `records` are None if an earlier release saved it.
+    `run_id`, `frozen_config` and `records` are None if an earlier release saved it.
     """
 
     folder: Path
     step: int
     config_hash: str
     files: Mapping[str, FileContent]
+    """Size and digest of each file by name."""
     progress: Mapping[str, Any] = field(repr=False)
+    """Content of progress.json: the state other than tensors."""
     version: int = VERSION
     run_id: str | None = None
+    """Id of the run that saved it."""
     written_in: str = ""
+    """Path of the `checkpoints` folder when it was saved."""
     frozen_config: Mapping[str, Any] | None = field(default=None, repr=False)
+    """Values of the config that may not change on resume, by dotted key."""
     records: ChainHead | None = None
+    """Head of the hash chain over the run's records up to `step`."""
 
     @property
     def run_folder(self) -> Path:
@@ -111,7 +116,10 @@ class Checkpoint:
 
     @property
     def digest(self) -> str:
-        """32 hex digits over the whole state: of the manifest, which has all digests; for version 2, of all files."""
+        """Digest (32 hex digits) of the whole state: that of the manifest, which has the digests of all files.
+
+        For version 2, without digests, it is computed over all files.
+        """
         manifest = digest_of_file(self.folder / MANIFEST)
         if self.version != UNSEALED:
             return manifest
@@ -166,7 +174,7 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """Return N of a folder named step=N."""
+    """Return N, the step, of a checkpoint's folder named step=N."""
     return int(folder.name.removeprefix("step="))
 
 
@@ -234,14 +242,13 @@ def _files(listed: Mapping[str, Any], version: int) -> Iterator[tuple[str, FileC
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Identity of a run. `id`: 32 hex digits. `begun_at_step`: the folder's own records start after this step.
-
-    It is 0 unless the run started from another run's checkpoint, and None if an earlier release created the folder,
-    where checkpoints have no id.
-    """
+    """Identity of a run, by which its checkpoints are told from those of other runs."""
 
     id: str
+    """32 hex digits."""
     begun_at_step: int | None = 0
+    """The folder's own records start after this step: 0 unless the run started from another run's checkpoint. None: an
+    earlier release created the folder, where checkpoints have no id."""
 
     @classmethod
     def new(cls, begun_at_step: int | None = 0) -> "RunIdentity":

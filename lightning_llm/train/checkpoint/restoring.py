@@ -39,7 +39,7 @@ OPTIONS = "param_groups."
 def restore(
     checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer, own_options: bool = False
 ) -> None:
-    """Load the checkpoint into the model, the optimizer and all other state, in place. Collective.
+    """Load a checkpoint into the run: model, optimizer, counters, callbacks and all other state, in place. Collective.
 
     `own_options`: the optimizer's parameter groups keep their current options (weight decay, betas, ...).
 

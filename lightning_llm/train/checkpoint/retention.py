@@ -26,10 +26,10 @@ NONE: Mapping[int, float] = MappingProxyType({})
 
 
 def supersede(folder: Path, step: int, damaged: Collection[Path] = ()) -> None:
-    """Move every checkpoint above `step` aside, because a run resumed from there writes its own.
+    """Move every checkpoint after `step` in `folder` aside, because the run resumes at `step` and writes its own.
 
-    `damaged`: checkpoints that are damaged or from another run. They stay until the user removes them; the others are
-    removed after the next successful save.
+    They are removed after the next successful save, except for those in `damaged` (damaged or from another run), which
+    stay until the user removes them.
     """
     for path in step_folders(folder):
         if step_of(path) > step:
@@ -37,14 +37,14 @@ def supersede(folder: Path, step: int, damaged: Collection[Path] = ()) -> None:
 
 
 def put_in_place(final: Path, partial: Path, run: RunIdentity) -> None:
-    """Give a complete new checkpoint of `run` its final name; an existing one is moved aside first."""
+    """Rename the complete new checkpoint `partial` of `run` to `final`; an existing `final` is moved aside first."""
     if os.path.lexists(final):
         _move_aside(final, SUPERSEDED if _is_whole(final, run) else DAMAGED)
     partial.rename(final)
 
 
 def prune(folder: Path, keep: CheckpointConfig, run: RunIdentity, val_losses: Mapping[int, float] = NONE) -> None:
-    """Delete superseded checkpoints, remains of interrupted saves, and complete checkpoints of `run` not to keep.
+    """Delete superseded checkpoints, remains of interrupted saves, and old checkpoints of `run` by the rules of `keep`.
 
     Call it after a successful save. Damaged checkpoints and those of other runs do not count, and are kept.
     """

@@ -1,4 +1,5 @@
-"""Saves of one run, one at a time, synchronous or in a background thread; a checkpoint is complete or absent."""
+"""Writing of checkpoints, one at a time, synchronously or in a background thread; a checkpoint is complete or
+absent."""
 
 import shutil
 import sys
@@ -35,11 +36,10 @@ ABANDONED_SECONDS = 10.0
 
 
 class Saver:
-    """Writes checkpoints of `run` to `folder` and applies the retention rules of `config`.
+    """Writer of a run's checkpoints, which also deletes old ones by the retention rules.
 
-    `saved_step`: step of the newest complete checkpoint. `taken_step`: step of the newest snapshot, which may still be
-    being written. `about(step)`: further entries of the manifest, on the first rank. `check_folder`: called on the
-    first rank before each write; raises an OSError if the run's folder is gone.
+    `saved_step` is the step of the newest complete checkpoint, `taken_step` that of the newest snapshot, which may
+    still be being written.
     """
 
     def __init__(
@@ -52,6 +52,17 @@ class Saver:
         about: Callable[[int], Mapping[str, Any]] = lambda step: {},
         check_folder: Callable[[], None] = lambda: None,
     ):
+        """Prepare to save.
+
+        Args:
+            folder: the run's `checkpoints` folder.
+            config: intervals, retention rules, and whether to save asynchronously.
+            run: identity of the run, written into checkpoints.
+            config_hash: written into checkpoints.
+            saved_step: step of the newest checkpoint in `folder`, None without one.
+            about: returns further entries of the manifest for a step; called on the first rank.
+            check_folder: called on the first rank before each write; raises OSError if the run's folder is gone.
+        """
         self.folder = folder
         self.config = config
         self.run = run
@@ -68,7 +79,10 @@ class Saver:
         self._told_of_waiting = False
 
     def start(self, module: LanguageModule, saved_step: int | None) -> None:
-        """Start after `saved_step`, None if the folder has no checkpoint. Collective: creates the thread's group."""
+        """Prepare for the first save in training; creates the process group of the background thread. Collective.
+
+        `saved_step`: step of the newest checkpoint in the folder, None without one.
+        """
         strategy = module.trainer.strategy
         self.saved_step = self.taken_step = saved_step
         self._device = strategy.root_device
@@ -248,7 +262,7 @@ def write(
 
 
 def is_global_zero() -> bool:
-    """Return whether this rank writes files and messages for all ranks."""
+    """Return whether this is rank 0, which writes files and messages for all ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

@@ -1,4 +1,4 @@
-"""Snapshots of a run's state between two steps, and copies of them that training does not modify.
+"""Snapshots of a run's whole state between two steps, and CPU copies of them that training does not modify.
 
 The state of callbacks is their `state_dict` and the entries that `on_save_checkpoint` adds to Lightning's dictionary. A
 tensor there with a parameter's name and shape (e.g. averaged weights of WeightAveraging) is stored like parameters,
@@ -39,21 +39,22 @@ MODEL_KEYS = "model_state_keys"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state after `step`: `tensors` of this rank by kind and name, and `content`, the first rank's other files.
-
-    `copies`: this rank's part of each tensor on the CPU, by "<kind>.<name>"; None: the tensors themselves are written,
-    and must not change until then. `about`: further entries of the manifest.
-    """
+    """A run's whole state after a step, to be written as a checkpoint."""
 
     step: int
     tensors: Mapping[str, dict[str, Tensor]]
+    """This rank's tensors by kind ("model", "optimizer", "algorithm", "callbacks") and name."""
     content: Mapping[str, bytes]
+    """Content of the files that the first rank writes, by name."""
     copies: "CpuCopies | None" = None
+    """CPU copies of this rank's part of each tensor, by "<kind>.<name>"; None: the tensors themselves are written, and
+    must not change until then."""
     about: Mapping[str, Any] = field(default_factory=dict)
+    """Further entries of the manifest."""
 
     @property
     def planner(self) -> DefaultSavePlanner:
-        """Save planner that lists the tensors for torch and provides their content."""
+        """Save planner for torch.distributed.checkpoint that provides the tensors' content, from `copies` if any."""
         return DefaultSavePlanner() if self.copies is None else _CopiesPlanner(self.copies)
 
 
@@ -141,12 +142,12 @@ def parameters(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's tensors and numbers by flat names."""
+    """Return the optimizer's state by flat names such as "state.PARAMETER.exp_avg" and "param_groups.PARAMETER.lr"."""
     return get_optimizer_state_dict(model, optimizer, options=FLAT)
 
 
 def algorithm_state(module: LanguageModule) -> dict[str, dict[str, Tensor]]:
-    """Return the training algorithm's tensors, empty if it has none."""
+    """Return {"algorithm": the training algorithm's tensors by name}, {} if it has none."""
     tensors = module.train_step.algorithm.tensors()
     return {"algorithm": tensors} if tensors else {}
 
@@ -175,20 +176,22 @@ def _progress(module: LanguageModule, optimizer: dict[str, Any]) -> dict[str, An
 
 @dataclass(frozen=True)
 class CallbackState:
-    """State of callbacks. `sharded`: tensors like parameters, by path in Lightning's dictionary; `rest`: the others."""
+    """State of all callbacks, divided by how a checkpoint stores it."""
 
     sharded: dict[tuple[str, ...], Tensor]
+    """Tensors with a parameter's name and shape, by their path in Lightning's dictionary."""
     rest: dict[str, Any]
+    """Everything else in Lightning's dictionary."""
 
     @classmethod
     def from_trainer(cls, trainer: pl.Trainer) -> "CallbackState":
-        """Return the current `state_dict` of the callbacks, by their keys."""
+        """Return the `state_dict` of each callback by its state key, all in `rest`."""
         states = {each.state_key: each.state_dict() for each in trainer.callbacks}
         return cls({}, {"callbacks": {key: state for key, state in states.items() if state}})
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """`sharded` by dotted names, as in the checkpoint after "callbacks."."""
+        """The tensors of `sharded` by dotted names, as a checkpoint stores them under "callbacks."."""
         return {".".join(path): tensor for path, tensor in self.sharded.items()}
 
     def encode(self) -> bytes:
@@ -203,7 +206,7 @@ class CallbackState:
 
 
 def collect(trainer: pl.Trainer) -> CallbackState:
-    """Return the current state of the callbacks. Tensors are not copied."""
+    """Return the current state of the trainer's callbacks, including `on_save_checkpoint`. Tensors are not copied."""
     module = trainer.lightning_module
     model = module.state_dict()
     checkpoint: dict[str, Any] = {"state_dict": model, "global_step": trainer.global_step}
@@ -241,9 +244,10 @@ def read_callbacks(file: Path) -> dict[str, Any]:
 def restore_callbacks(
     trainer: pl.Trainer, saved: Mapping[str, Any], fresh: CallbackState, loaded: Collection[str]
 ) -> None:
-    """Restore the `saved` state of each callback; `fresh`: result of `collect` from before, with `loaded` tensors.
+    """Restore the state of each callback.
 
-    A callback that is not in the checkpoint starts with the model as it is.
+    `saved`: result of `read_callbacks`. `fresh`: result of `collect` before loading; its tensors named in `loaded` have
+    been loaded from the checkpoint. A callback that is not in the checkpoint starts with the model as it is.
     """
     module, checkpoint = trainer.lightning_module, dict(saved)
     for key in checkpoint.pop(MODEL_KEYS):

@@ -59,10 +59,13 @@ class _Written:
 
 
 class TensorWriter(dcp.FileSystemWriter):
-    """Writes tensors into `folder`. After `finish`, on the first rank, `files` has the files of all ranks by name."""
+    """Storage writer of torch.distributed.checkpoint that hashes files as it writes them into `folder`.
+
+    After `finish`, on the first rank, `files` has size and digest of the files of all ranks by name.
+    """
 
     def __init__(self, folder: Path, abandoned: Event | None = None):
-        """`abandoned`: writing fails once it is set."""
+        """`abandoned`: event that makes writing fail once it is set."""
         super().__init__(folder, sync_files=True)
         self.fs = self._hashing = _HashingFileSystem(abandoned or Event())
         self.files: dict[str, FileContent] = {}
@@ -89,7 +92,7 @@ class TensorWriter(dcp.FileSystemWriter):
 
 
 class TensorReader(dcp.FileSystemReader):
-    """Reads the tensors of `folder` as described by `metadata`."""
+    """Storage reader of torch.distributed.checkpoint for the tensors in `folder`, described by `metadata`."""
 
     def __init__(self, folder: Path, metadata: Metadata):
         super().__init__(folder)
@@ -272,7 +275,8 @@ ADMITTED = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Allows only the classes of torch's metadata (https://docs.python.org/3/library/pickle.html#restricting-globals)."""
+    """Allows only the classes of torch's metadata
+    (https://docs.python.org/3/library/pickle.html#restricting-globals)."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ADMITTED:
@@ -300,7 +304,7 @@ def read_pickled_metadata(file: Path) -> dict[str, Any]:
 
 
 def structural_damage(checkpoint: Checkpoint) -> list[Damage]:
-    """Return the files that cannot have their original content."""
+    """Return the damaged files of a checkpoint of version 2, as far as that can be found without digests."""
     try:
         reader = open_tensors(checkpoint)
     except DamagedError as error:

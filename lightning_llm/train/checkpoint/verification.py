@@ -54,9 +54,9 @@ def verified(folder: Path, verify: Verify = content_damage) -> Checkpoint:
 def newest_verified(
     folder: Path, verify: Verify = content_damage, afresh: bool = False
 ) -> tuple[Checkpoint | None, tuple[Damage, ...]]:
-    """Return (newest intact checkpoint in `folder` or None, problems of the skipped ones). Changes nothing.
+    """Return (newest intact checkpoint in `folder` or None, problems of skipped newer ones). Changes nothing.
 
-    `afresh`: return None if all checkpoints are outdated, or only moved-aside ones exist.
+    `afresh`: return None instead of raising if all checkpoints are outdated, or only moved-aside ones exist.
 
     Raises:
         ConfigError: there are checkpoints but none is intact (lists their problems), or one has another version.

@@ -26,7 +26,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class CheckpointWeights(Weights):
-    """The parameters of a verified `checkpoint` of a run of `config`."""
+    """Weights in a verified `checkpoint` of a run with the model `config`, read by rows of parameters."""
 
     kind = "a checkpoint"
 
