@@ -71,14 +71,14 @@ def _print_sweep(arguments: argparse.Namespace) -> int:
     jobs, _, _ = checked_jobs(arguments, to_train=False)
     configs = [found.model_dump(mode="json") for _, found in jobs]
     if arguments.json:
-        facts = [{"overrides": words, "config": data} for (words, _), data in zip(jobs, configs, strict=True)]
+        facts = [{"overrides": overrides, "config": data} for (overrides, _), data in zip(jobs, configs, strict=True)]
         print(json.dumps({"jobs": facts}, indent=1))
         return 0
     print(f"# job 0 of {len(jobs)}: {' '.join(jobs[0][0])}")
     print(config_text(jobs[0][1]).rstrip(), flush=True)
     first = flatten(configs[0])
-    for number, ((words, _), data) in enumerate(zip(jobs[1:], configs[1:], strict=True), 1):
-        print(f"# job {number} of {len(jobs)}: {' '.join(words)}")
+    for number, ((overrides, _), data) in enumerate(zip(jobs[1:], configs[1:], strict=True), 1):
+        print(f"# job {number} of {len(jobs)}: {' '.join(overrides)}")
         for line in _differing(first, flatten(data)):
             print(f"#   {line}")
     return 0

@@ -36,8 +36,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
         return _merge(arguments)
     # argparse adds layout overrides that follow --average or --ensemble to their paths.
     given = [[arguments.path] if arguments.path else [], arguments.average, arguments.ensemble]
-    words = [str(each) for paths in given for each in paths if LAYOUT_WORD.fullmatch(str(each))]
-    path, average, ensemble = ([each for each in paths if str(each) not in words] for paths in given)
+    layout = [str(each) for paths in given for each in paths if LAYOUT_WORD.fullmatch(str(each))]
+    path, average, ensemble = ([each for each in paths if str(each) not in layout] for paths in given)
     asked: dict[str, Any] = {
         "tasks": arguments.tasks,
         "tasks_only": arguments.tasks_only,
@@ -48,7 +48,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         "batch_size": arguments.batch_size,
         "compute_dtype": arguments.compute_dtype,
         "device": arguments.device,
-        "layout": [*words, *arguments.overrides],
+        "layout": [*layout, *arguments.overrides],
         "codes": arguments.codes,
     }
     only = path[0] if path else None
@@ -156,24 +156,24 @@ def _evaluate(request: EvaluationRequest, output: Path | None, asked: Mapping[st
         raise ConfigError(Problem("world", text, world))
     with tempfile.TemporaryDirectory(prefix="lightning-llm-evaluation-") as folder:
         result = Path(folder, "result.json")
-        words = [*_words(request, output, asked), "--result", str(result)]
+        argv = [*_rank_arguments(request, output, asked), "--result", str(result)]
         launch_reported(
-            world, words, threads=trainer.threads, shutdown_seconds=STOP_SECONDS, environment=GIVE_MEMORY_BACK
+            world, argv, threads=trainer.threads, shutdown_seconds=STOP_SECONDS, environment=GIVE_MEMORY_BACK
         )
         return Evaluation.from_json(json.loads(result.read_text(encoding="utf-8")))
 
 
-def _words(request: EvaluationRequest, output: Path | None, asked: Mapping[str, Any]) -> list[str]:
+def _rank_arguments(request: EvaluationRequest, output: Path | None, asked: Mapping[str, Any]) -> list[str]:
     """Return the command line of the ranks, with the checkpoints resolved here; ensembles do not use ranks."""
     first, *others = request.members
-    words = ["evaluate", first, *asked["layout"]]
+    argv = ["evaluate", first, *asked["layout"]]
     for key in ("tasks", "data"):
-        words += [f"--{key}={value}" for value in asked[key]]
-    words += ["--average", *others] if others else []
-    words += ["--as", asked["codes"]] if asked["codes"] else []
-    words += ["--tasks-only"] if asked["tasks_only"] else []
+        argv += [f"--{key}={value}" for value in asked[key]]
+    argv += ["--average", *others] if others else []
+    argv += ["--as", asked["codes"]] if asked["codes"] else []
+    argv += ["--tasks-only"] if asked["tasks_only"] else []
     single = {key: asked[key] for key in ("limit", "batch_size", "compute_dtype", "device")} | {"output": output}
-    return words + [f"--{key.replace('_', '-')}={value}" for key, value in single.items() if value is not None]
+    return argv + [f"--{key.replace('_', '-')}={value}" for key, value in single.items() if value is not None]
 
 
 def _rank(path: Path | None, asked: Mapping[str, Any], arguments: argparse.Namespace) -> int:

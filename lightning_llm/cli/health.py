@@ -44,11 +44,11 @@ def health(arguments: argparse.Namespace) -> int:
     if config.trainer.devices == 1:
         return _measure(config, thresholds, arguments)
     with in_memory(config) as file:
-        words = ["health", "--config", str(file), *config_dir_arguments(), *_options(arguments)]
+        argv = ["health", "--config", str(file), *config_dir_arguments(), *_options(arguments)]
         trainer = config.trainer
         try:
             with failures_reported(by_ranks=True):
-                launch_ranks(trainer.devices, words, threads=trainer.threads, shutdown_seconds=STOP_SECONDS)
+                launch_ranks(trainer.devices, argv, threads=trainer.threads, shutdown_seconds=STOP_SECONDS)
         except RanksFailedError as error:
             return error.code
     return 0
@@ -85,10 +85,10 @@ def _short_problems(thresholds: list[Threshold]) -> list[Problem]:
 
 def _options(arguments: argparse.Namespace) -> list[str]:
     """Return the command-line options to pass to the ranks."""
-    words = ["--slower-than", str(arguments.slower_than)]
-    words += [f"--{name}" for name in ("short", "json") if getattr(arguments, name)]
+    options = ["--slower-than", str(arguments.slower_than)]
+    options += [f"--{name}" for name in ("short", "json") if getattr(arguments, name)]
     given = {"--fail-below": arguments.fail_below, "--output": arguments.output}
-    return [*words, *(word for option, path in given.items() if path is not None for word in (option, str(path)))]
+    return [*options, *(each for option, path in given.items() if path is not None for each in (option, str(path)))]
 
 
 def _rank(config: Config, thresholds: list[Threshold], arguments: argparse.Namespace) -> int:

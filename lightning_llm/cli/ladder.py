@@ -32,8 +32,8 @@ def run_ladder(arguments: argparse.Namespace, *, fit: bool, problems: Sequence[P
         problems: those that the caller found in the arguments; they are raised together with all others.
     """
     # argparse adds runs that follow --predict to its values; no run is named KEY=VALUE.
-    words = arguments.predict or []
-    runs = [*arguments.runs, *(word for word in words if "=" not in word)]
+    given = arguments.predict or []
+    runs = [*arguments.runs, *(each for each in given if "=" not in each)]
     asked = RequestedTerms(arguments.margin, arguments.confidence, arguments.metric, arguments.tail)
     target, best_of = None, None
     found = [*problems, *_problems(arguments)]
@@ -42,7 +42,7 @@ def run_ladder(arguments: argparse.Namespace, *, fit: bool, problems: Sequence[P
     with gathered(found):
         best_of = best_of_words(arguments.best_of, arguments.choose_by)
     with gathered(found):
-        target = target_of([word for word in words if "=" in word]) if words else None
+        target = target_of([each for each in given if "=" in each]) if given else None
     if found:
         raise ConfigError(found)
     decades = DECADES if arguments.beyond is None else arguments.beyond

@@ -165,10 +165,10 @@ def _choices(groups: list[list[Override]], composer: Composer) -> list[list[list
     if jobs <= MOST_JOBS:
         return choices
     several = {
-        parsed.key_or_group: len(words)
+        parsed.key_or_group: len(values)
         for group, each in zip(groups, choices, strict=True)
-        for parsed, words in zip(group, each, strict=True)
-        if len(words) > 1
+        for parsed, values in zip(group, each, strict=True)
+        if len(values) > 1
     }
     most = f"more than {MOST_JOBS:,}"
     counts = ", ".join(f"{key} {most if count > MOST_JOBS else f'{count:,}'}" for key, count in several.items())
@@ -178,8 +178,8 @@ def _choices(groups: list[list[Override]], composer: Composer) -> list[list[list
 
 def _twice(groups: list[list[Override]], choices: list[list[list[str]]]) -> Iterator[Problem]:
     for group, each in zip(groups, choices, strict=True):
-        for parsed, words in zip(group, each, strict=True):
-            for word in (word for word, count in Counter(words).items() if count > 1):
+        for parsed, values in zip(group, each, strict=True):
+            for word in (word for word, count in Counter(values).items() if count > 1):
                 value = word.partition("=")[2]
                 text = f"has {value} more than once, which would repeat the same job. Give it once."
                 yield Problem(parsed.key_or_group, text)
