@@ -60,13 +60,13 @@ class Baseline:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median over the runs; None if no run recorded it."""
+        """Median speed of the runs, tokens per second; None if no run recorded it."""
         found = [value for run in self.runs if (value := run.figure("tokens_per_second_median"))]
         return median(found) if found else None
 
     @property
     def peak_memory_bytes(self) -> float | None:
-        """The maximum over the runs; None if no run recorded it."""
+        """Largest peak memory of a run in bytes; None if no run recorded it."""
         return max((run.peak_memory_bytes for run in self.runs if run.peak_memory_bytes), default=None)
 
     def as_data(self) -> dict[str, Any]:

@@ -257,9 +257,9 @@ class Floor:
 
     @property
     def sd(self) -> float | None:
-        """SD of the difference between two such runs, nats: for groups of two their root mean square difference.
+        """SD of the difference between two runs that differ only in rounding, nats per token.
 
-        None without two distinct runs.
+        For groups of two runs it is their root mean square difference. None without two distinct runs.
         """
         if not self.pairs:
             return None

@@ -211,7 +211,7 @@ def _spelled(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def word(value: Any) -> str:
-    """Return a value as text."""
+    """Return a config value as text, "none" for a missing one."""
     return "none" if value is None else str(value)
 
 

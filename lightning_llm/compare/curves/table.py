@@ -100,9 +100,9 @@ NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|in
 
 
 def number(value: Any) -> float | None:
-    """Return a logged value as a float, infinity for NaN; None if it is no number.
+    """Return a logged value as a float, infinity for NaN; None if it is not a number.
 
-    Text with a number counts, since several loggers write numbers in quotation marks; underscores do not.
+    A number as text counts, because several loggers write numbers in quotation marks, but not with underscores (1_000).
     """
     if isinstance(value, bool):
         return None
