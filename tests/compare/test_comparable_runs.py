@@ -1,8 +1,14 @@
 """Runs that `compare` accepts, by name; runs that cannot be used, or not together, are reported."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
+from lightning_llm.config.from_file import load_config
+from lightning_llm.tracking.reading import read_run
 from tests.compare.run_folders import NOISE, STEPS, curve, make_run, make_sweep, refusal, rewritten, verdicts
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -137,3 +143,14 @@ def test_of_baseline_runs_made_again_the_newest_is_in_the_pair(tmp_path, capsys,
     make_run(tmp_path / "s" / "5", "precision=mxfp8", "seed=0", noise=0.25)
     (row,) = verdicts(capsys, tmp_path / "s")["verdicts"]
     assert row["gap"] == pytest.approx(0.25)
+
+
+def test_a_truncated_config_is_reported_and_no_other_recipe(tmp_path: Path) -> None:
+    file = make_run(tmp_path / "run") / "config.yaml"
+    text = file.read_text()
+    file.write_text(text[: text.index("\nseed:") + 1])
+    with pytest.raises(ConfigError, match=r"config\.yaml has no .*seed: it was truncated or changed"):
+        read_run(file.parent)
+    file.write_text(text[: text.index("\nprecision:") + 1])
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: is damaged or from another version: schedule: a value")):
+        load_config(file, ["trainer.devices=1"])
