@@ -189,7 +189,8 @@ def test_time_to_loss_is_the_ratio_at_a_loss_that_both_reached():
 @pytest.mark.parametrize("values", [[1, 2, 3], [4, -1, 2, 7], [0, 0, 5, 1, -2], [-1, -2]])
 def test_all_signs_of_spike_counts_are_enumerated(values):
     kept = [value for value in values if value]
-    every = [sum(s * abs(v) for s, v in zip(signs, kept, strict=True)) for signs in itertools.product((1, -1), repeat=len(kept))]
+    choices = itertools.product((1, -1), repeat=len(kept))
+    every = [sum(s * abs(v) for s, v in zip(signs, kept, strict=True)) for signs in choices]
     share = sum(total >= sum(kept) for total in every) / len(every)
     assert sign_flip(np.array(values, dtype=float)) == pytest.approx(share if sum(kept) > 0 else 1.0)
 

@@ -23,12 +23,11 @@ class LineContent:
 
 @dataclass
 class ProgramLog:
-    """All values of a log, by rank ("" without ranks), and its settings.
+    """All values of a log and its settings.
 
-    `settings`: the value that a key had last; `changed`: keys that had several values within the log.
+    `writers`: {rank, "" without ranks: its values by step}; `settings`: the value that a key had last; `changed`: keys that had several values within the log.
     """
 
-    source: LogSource
     writers: dict[str, Attempts] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
@@ -55,8 +54,8 @@ class ProgramLog:
 class Program(ABC):
     """Base class of training programs with logs that can be read. An instance reads one log.
 
-    `format`: the name of its reader; `shown`: an example of a line with a loss, for messages; `notes`: sentences for
-    the audit line; `smoothed`: as in `LoggedTable`; `marks`: patterns of lines that no other program prints.
+    `format`: the name of its reader; `shown`: an example of a line with a loss, for messages; `notes`: sentences on
+    how the log was read; `smoothed`: as in `LoggedTable`; `marks`: patterns of lines that no other program prints.
     """
 
     format: ClassVar[str]
@@ -79,7 +78,7 @@ class Program(ABC):
             ValueError: it is not a file, has no losses, or has lines of several runs or of ranks that contradict each
                 other.
         """
-        program, log = cls(), ProgramLog(source)
+        program, log = cls(), ProgramLog()
         for line in _lines(source):
             if (content := program.parse(line)) is not None:
                 log.add(line, content)
