@@ -25,7 +25,8 @@ class LineContent:
 class ProgramLog:
     """All values of a log and its settings.
 
-    `writers`: {rank, "" without ranks: its values by step}; `settings`: the value that a key had last; `changed`: keys that had several values within the log.
+    `writers`: {rank, "" without ranks: its values by step}; `settings`: the value that a key had last; `changed`: keys
+    that had several values within the log.
     """
 
     writers: dict[str, Attempts] = field(default_factory=dict)
