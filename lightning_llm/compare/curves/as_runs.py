@@ -62,7 +62,6 @@ def _run_of(curve: LoggedCurve, axis: CommonAxis, metric: str, margin: float, st
     if curve.tokens is not None:
         seen = np.interp(axis.points, curve.x, curve.tokens)
         tokens |= {key: round(float(seen[at])) for at, key in enumerate(axis.keys) if key in tokens}
-    unit = {"step": "steps", "tokens": "tokens"}.get(curve.axis, curve.axis)
     return Run(
         folder=Path(curve.log.address),
         config={
@@ -79,7 +78,7 @@ def _run_of(curve: LoggedCurve, axis: CommonAxis, metric: str, margin: float, st
         last_loss=float(curve.values[-1]),
         spikes=count_spikes(curve.values) if curve.loss.kind == "training" else 0,
         unverified="another trainer logged it",
-        logged_on=unit if axis.scale == 1 else f"{unit} x {axis.scale}",
+        logged_on=curve.axis_words if axis.scale == 1 else f"{curve.axis_words} x {axis.scale}",
     )
 
 

@@ -86,8 +86,7 @@ def common_axis(curves: Sequence[LoggedCurve], margin: float) -> CommonAxis:
     shared = sparsest[np.all([np.isin(sparsest, each) for each in inside], axis=0)]
     exact = len(shared) >= max(1.0, SHARED * len(sparsest))
     points = shared if exact else sparsest
-    axis = {"step": "steps", "tokens": "tokens"}.get(sound[0].axis, sound[0].axis)
-    between = f"{points[0]:,.12g} to {points[-1]:,.12g} {axis}"
+    between = f"{points[0]:,.12g} to {points[-1]:,.12g} {sound[0].axis_words}"
     if exact:
         at = f"Compared at the {len(points)} points that all curves have, {between}"
         method = f"{at}; nothing is interpolated or smoothed."

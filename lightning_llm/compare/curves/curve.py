@@ -44,6 +44,11 @@ class LoggedCurve:
     restarts: tuple[float, ...] = ()
 
     @property
+    def axis_words(self) -> str:
+        """The axis as a noun: "steps", "tokens", or the name of a column."""
+        return "steps" if self.axis == "step" else self.axis
+
+    @property
     def diverged(self) -> bool:
         """Whether the last value is not finite."""
         return not math.isfinite(self.values[-1])
@@ -76,11 +81,10 @@ class LoggedCurve:
     @property
     def audit(self) -> str:
         """One line that reports how the log was read: format, column, points, range, gaps, seed and notes."""
-        unit = {"step": "steps", "tokens": "tokens"}.get(self.axis, self.axis)
         parts = [
             f"{self.table.format}, {self.loss.text}",
             f"{len(self.x)} points",
-            f"{unit} {self.x[0]:,.12g} to {self.x[-1]:,.12g} (every {self.spacing:,.6g})",
+            f"{self.axis_words} {self.x[0]:,.12g} to {self.x[-1]:,.12g} (every {self.spacing:,.6g})",
         ]
         if self.tokens is not None and self.axis != "tokens":
             parts.append(f"tokens {short(round(self.tokens[0]))} to {short(round(self.tokens[-1]))}")

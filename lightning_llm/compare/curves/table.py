@@ -62,6 +62,13 @@ class LogSource:
         return self.path is not None and self.path.is_dir()
 
     @property
+    def file(self) -> Path:
+        """The path of a log that is a file. Raises ValueError for a folder or a URI."""
+        if self.path is None or self.is_folder:
+            raise ValueError("it is not a file")
+        return self.path
+
+    @property
     def first_line(self) -> str:
         """The first line of the file that is not blank; "" without one."""
         return next((line for line in self.head.splitlines() if line.strip()), "")
@@ -123,6 +130,11 @@ def number(value: Any) -> float | None:
     except OverflowError:
         return math.inf
     return found if math.isfinite(found) else math.inf
+
+
+def integer_or_text(text: str) -> int | str:
+    """Return a setting that a log states as text: an int if it is one, else the text."""
+    return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
 
 
 def columns_of(

@@ -38,9 +38,7 @@ def read_csv(source: LogSource) -> LoggedTable:
     Raises:
         ValueError: no line of names, a name twice, a row with another number of fields, or two tables in one file.
     """
-    if source.path is None or source.is_folder:
-        raise ValueError("it is not a file")
-    with open_text(source.path, newline="") as file:
+    with open_text(source.file, newline="") as file:
         numbered = _content(file)
     if not numbered:
         raise ValueError("it is empty")
@@ -129,10 +127,8 @@ def read_wandb(source: LogSource) -> LoggedTable:
     Raises:
         ValueError: several runs, a group of runs, or a row with another number of fields.
     """
-    if source.path is None or source.is_folder:
-        raise ValueError("it is not a file")
     try:
-        with open_text(source.path, newline="") as file:
+        with open_text(source.file, newline="") as file:
             names, *rows = [row for row in csv.reader(file) if row]
     except csv.Error as error:
         raise ValueError(f"it is no table ({error})") from error

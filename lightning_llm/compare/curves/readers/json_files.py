@@ -37,9 +37,7 @@ def read_json(source: LogSource) -> LoggedTable:
     Raises:
         ValueError: it is not JSON, or its rows are not objects.
     """
-    if source.path is None or source.is_folder:
-        raise ValueError("it is not a file")
-    with open_text(source.path) as file:
+    with open_text(source.file) as file:
         document = json.load(file)
     rows = document if isinstance(document, list) else _transposed(document)
     for at, row in enumerate(rows, 1):
@@ -103,11 +101,9 @@ def read_jsonl(source: LogSource) -> LoggedTable:
     Raises:
         ValueError: a line is not a JSON object.
     """
-    if source.path is None or source.is_folder:
-        raise ValueError("it is not a file")
     notes: tuple[str, ...] = ()
     rows: list[tuple[int, dict[str, Any]]] = []
-    with open_text(source.path) as file:
+    with open_text(source.file) as file:
         text = file.read()
     lines = [(at, line) for at, line in enumerate(text.split("\n"), 1) if line.strip()]
     for at, line in lines:

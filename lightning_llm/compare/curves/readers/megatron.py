@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lightning_llm.compare.curves.readers.programs import LineContent, Program, ProgramLog
-from lightning_llm.compare.curves.table import Line, LogSource, number
+from lightning_llm.compare.curves.table import Line, LogSource, integer_or_text, number
 
 SPEEDS = re.compile(r"elapsed|throughput|energy|power|memory", re.IGNORECASE)
 SKIPPED = "number of skipped iterations"
@@ -58,7 +58,7 @@ class Megatron(Program):
             return LineContent(starts=True)
         if (argument := self.argument.match(text)) and (value := argument["value"].strip()) != "None":
             name = argument["name"]
-            return LineContent(settings={self.standard.get(name, name): _setting(value)})
+            return LineContent(settings={self.standard.get(name, name): integer_or_text(value)})
         return None
 
     def complete(self, log: ProgramLog) -> tuple[str, ...]:
@@ -83,10 +83,6 @@ def _pairs(text: str) -> dict[str, float]:
         if parsed is not None and name.strip() and not SPEEDS.search(name):
             found[name.strip()] = parsed
     return found
-
-
-def _setting(text: str) -> Any:
-    return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
 
 
 def _complete(log: ProgramLog, length: Any) -> int:

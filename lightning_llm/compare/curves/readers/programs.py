@@ -3,7 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from ast import literal_eval
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -80,7 +80,7 @@ class Program(ABC):
                 other.
         """
         program, log = cls(), ProgramLog()
-        for line in _lines(source):
+        for line in lines_of(source.file):
             if (content := program.parse(line)) is not None:
                 log.add(line, content)
         notes = program.complete(log)
@@ -100,12 +100,6 @@ class Program(ABC):
     def complete(self, log: ProgramLog) -> tuple[str, ...]:
         """Add to the finished `log` the values and settings that follow from others. Return the notes."""
         return self.notes
-
-
-def _lines(source: LogSource) -> Iterator[Line]:
-    if source.path is None or source.is_folder:
-        raise ValueError("it is not a file")
-    return lines_of(source.path)
 
 
 def _float(text: str | None) -> float | None:

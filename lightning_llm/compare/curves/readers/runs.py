@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from lightning_llm.compare.curves.named import is_uri
 from lightning_llm.compare.curves.readers.attempts import Attempts, columns_by_step
-from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader, columns_of
+from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader, columns_of, integer_or_text
 from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.workspace import command
 from lightning_llm.tracking.files import TOKENIZER_DIGEST, read_records
@@ -163,7 +163,7 @@ def read_mlflow(source: LogSource) -> LoggedTable:
     log = _attempts(history)
     if not log.rows:
         raise ValueError("the run has no metrics with a step")
-    params = {key: _setting(value) for key, value in run.data.params.items()}
+    params = {key: integer_or_text(value) for key, value in run.data.params.items()}
     settings = params | {"run": run.info.run_name or run_id}
     return LoggedTable("mlflow", source.address, columns_by_step(log.rows), settings, log.notes())
 
@@ -189,10 +189,6 @@ def _attempts(history: dict[str, list[Any]]) -> Attempts:
             log.add("the metric history", step, row)
             row = {}
     return log
-
-
-def _setting(text: str) -> Any:
-    return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
 
 
 MLFLOW_READER = Reader("mlflow", recognizes_mlflow, read_mlflow)
