@@ -9,6 +9,7 @@ https://github.com/NVIDIA/TransformerEngine/issues/1616), and FP8 by blocks befo
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,10 @@ def _active(facts: dict[str, Any]) -> str:
 def render(facts: dict[str, Any]) -> str:
     """Return `plan_facts` as lines for a terminal."""
     rows = [
-        ("model", f"{facts['model']}, {facts['parameters']:,} parameters{_active(facts)}{_pattern(facts['layers'])}"),
+        (
+            "model",
+            f"{facts['model']}, {facts['parameters']:,} parameters{_active(facts)}{layers_text(facts['layers'])}",
+        ),
         *_cache_rows(facts),
         *origin_rows(facts),
         *layout_rows(facts["layout"]),
@@ -242,8 +246,12 @@ def _phase(facts: dict[str, Any]) -> str:
     return f"{facts['name']}, steps {facts['first_step'] + 1:,} to {facts['last_step']:,}, tokens: {drawn}"
 
 
-def _pattern(layers: list[str]) -> str:
-    return "" if layers == list(DEFAULT_LAYERS) else f", layers [{', '.join(layers)}] repeated"
+def layers_text(layers: list[str]) -> str:
+    """Return the pattern of layers, e.g. ", layers [dense x 3, moe x 58] repeated"; "" for the default."""
+    if layers == list(DEFAULT_LAYERS):
+        return ""
+    runs = [(name, len(list(alike))) for name, alike in groupby(layers)]
+    return f", layers [{', '.join(name if count == 1 else f'{name} x {count}' for name, count in runs)}] repeated"
 
 
 def _backend(facts: dict[str, Any]) -> str:
