@@ -202,7 +202,7 @@ def render(facts: dict[str, Any]) -> str:
     rows = [
         (
             "model",
-            f"{facts['model']}, {facts['parameters']:,} parameters{_active(facts)}{layers_text(facts['layers'])}",
+            f"{facts['model']}, {facts['parameters']:,} parameters{_active(facts)}{_layers_text(facts['layers'])}",
         ),
         *_cache_rows(facts),
         *origin_rows(facts),
@@ -246,7 +246,7 @@ def _phase(facts: dict[str, Any]) -> str:
     return f"{facts['name']}, steps {facts['first_step'] + 1:,} to {facts['last_step']:,}, tokens: {drawn}"
 
 
-def layers_text(layers: list[str]) -> str:
+def _layers_text(layers: list[str]) -> str:
     """Return the pattern of layers, e.g. ", layers [dense x 3, moe x 58] repeated"; "" for the default."""
     if layers == list(DEFAULT_LAYERS):
         return ""

@@ -87,7 +87,7 @@ def test_the_plan_counts_each_layer_by_its_own_kind():
     configs = {"plain": plain, "small": small, "mixed": mixed}
     every = {name: plan_facts(plan_of(config)) for name, config in configs.items()}
     assert every["mixed"]["layers"] == ["attention", "attention", "attention", "small"]
-    assert "layers [attention, attention, attention, small] repeated" in render(every["mixed"])
+    assert "layers [attention x 3, small] repeated" in render(every["mixed"])
     assert "layers" not in render(every["plain"]).splitlines()[0]
     gate = plain.model.hidden_size * plain.model.ffn_hidden_size
     assert every["plain"]["parameters"] - every["mixed"]["parameters"] == gate
