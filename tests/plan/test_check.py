@@ -32,7 +32,7 @@ def problems_of(config):
 def test_a_glob_for_norms_or_attention_is_refused_with_the_reason_also_where_it_is_all_there_is():
     config = compose_config(["precision=mxfp8", "precision.modules.include=['*.attention', '*_norm']"])
     nothing, attention, norms = problems_of(config)
-    assert "would quantise none of" in nothing.text
+    assert "would quantize none of" in nothing.text
     assert {attention.key, norms.key} == {"precision.modules.include"}
     assert "'*.attention', which matches no linear layer. It names attention itself" in attention.text
     assert "'*_norm', which matches no linear layer. It names norms" in norms.text
@@ -89,7 +89,7 @@ def test_problems_are_found_before_torch_is_imported(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split() == ["2", "[]"]
-    assert "would quantise none of" in done.stderr
+    assert "would quantize none of" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

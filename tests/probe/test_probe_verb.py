@@ -115,7 +115,7 @@ def test_all_recipes_are_ranked_and_those_that_do_not_fit_are_named(run_folder, 
     assert facts["ranking"] == sorted(facts["recipes"], key=lambda name: facts["recipes"][name]["gradient"]["error"])
     assert facts["ranking"].index("mxfp8") < facts["ranking"].index("mxfp4_sr_norht")  # eight bits, four bits
     assert "mxfp4_sr" in facts["ranking"]  # its rotations of 64 are padded: the model is 32 wide
-    assert "quantise none of" in facts["skipped"]["fp8_current"]  # first and last block are all there is
+    assert "quantize none of" in facts["skipped"]["fp8_current"]  # first and last block are all there is
     assert "slots" not in facts["recipes"]["mxfp8"]
 
 

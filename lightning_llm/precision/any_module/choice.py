@@ -97,9 +97,15 @@ def choose(
     linears = linears_in(root)
     if not linears:
         kinds = ", ".join(sorted({type(each).__name__ for each in root.modules()})[:SHOWN])
-        raise ConfigError(Problem("module", f"has no linear layer. Its modules are {kinds}."))
+        raise ConfigError(Problem("module", f"has no linear layer, only {kinds}. Pass a module with nn.Linear layers."))
     if not recipe.quantizes:
-        raise ConfigError(Problem("recipe", f"'{recipe.name}' quantizes nothing: it only sets dtypes.", recipe.name))
+        raise ConfigError(
+            Problem(
+                "recipe",
+                f"'{recipe.name}' quantizes nothing: it only sets dtypes. Use a recipe with casts, such as mxfp8.",
+                recipe.name,
+            )
+        )
     blocks = blocks_in(root, named_blocks)
     problems = [*_unmatched_globs(keep, linears), *_without_steps(recipe, max_steps)]
     usable = recipe if blocks.paths else _without_ends(recipe)
@@ -160,18 +166,23 @@ def matches(name: str, glob: str) -> bool:
 def _unmatched_globs(keep: Sequence[str], linears: Sequence[FoundLinear]) -> Iterator[Problem]:
     for glob in keep:
         if not any(matches(name, glob) for linear in linears for name in linear.names):
-            yield Problem("keep", f"has '{glob}', which matches no linear layer. There are {_kinds(linears)}.")
+            yield Problem(
+                "keep", f"has '{glob}', which matches no linear layer. Use names of these: {_kinds(linears)}."
+            )
 
 
 def _without_steps(recipe: PrecisionConfig, max_steps: int | None) -> Iterator[Problem]:
     if recipe.phases and max_steps is None:
-        text = f"must be given: '{recipe.name}' has phases, which are fractions of the training's steps."
+        text = f"must be given: phases of '{recipe.name}' are fractions of the training's steps. Give their number."
         yield Problem("max_steps", text)
 
 
 def _nothing(choice: Choice) -> Problem:
     met = "; ".join(dict.fromkeys(why for why in choice.reasons.values() if why is not None))
-    text = f"would quantize none of {len(choice.linears)} linear layers: {met}. There are {_kinds(choice.linears)}."
+    text = (
+        f"would quantize none of {len(choice.linears)} linear layers: {met}. Shorten keep, or change the "
+        f"recipe's modules. There are {_kinds(choice.linears)}."
+    )
     return Problem("recipe", text, choice.recipe.name)
 
 

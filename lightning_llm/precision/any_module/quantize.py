@@ -130,22 +130,24 @@ def dequantize(module: nn.Module) -> list[str]:
 def _check_arguments(module: Any, keep: Any, blocks: Any, group: Any, counts: Mapping[str, Any], seed: Any) -> None:
     problems = []
     if not isinstance(module, nn.Module):
-        problems.append(Problem("module", f"must be a torch.nn.Module, got a {type(module).__name__}."))
+        problems.append(Problem("module", f"must be a torch.nn.Module, not of type {type(module).__name__}."))
     for key, value in (("keep", keep), ("blocks", [] if blocks is None or isinstance(blocks, str) else blocks)):
         if not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
             problems.append(Problem(key, 'must be names of modules, such as "layers" or ["lm_head"].', repr(value)))
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        text = f"must be a torch.distributed.ProcessGroup, such as mesh.get_group(), got a {type(group).__name__}."
+        text = (
+            f"must be a torch.distributed.ProcessGroup, such as mesh.get_group(), not of type {type(group).__name__}."
+        )
         problems.append(Problem("group", text))
     given = [("seed", seed, 0), *((key, each, 1) for key, each in counts.items() if each is not None)]
     for key, value, lowest in given:
         if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-            problems.append(Problem(key, f"must be an integer from {lowest} on.", repr(value)))
+            problems.append(Problem(key, f"must be an integer of at least {lowest}.", repr(value)))
     if problems:
         raise ConfigError(problems)
     if found := quantized_layers(module):
         first = found[0].name or "the module itself"
-        text = f"has {len(found)} quantized layers already ({first}, ...). Call dequantize(module) before."
+        text = f"has {len(found)} quantized layers already ({first}, ...). Call dequantize(module) first."
         raise ConfigError(Problem("module", text))
 
 
@@ -301,7 +303,7 @@ def _recipe_values(source: Any) -> tuple[dict[str, Any], str]:
     if isinstance(source, Mapping):
         return dict(OmegaConf.to_container(source)) if isinstance(source, DictConfig) else dict(source), "mapping"  # type: ignore[arg-type]
     if not isinstance(source, str | os.PathLike):
-        text = f"is a {type(source).__name__}. Give a recipe's name, a YAML file, a mapping or a PrecisionConfig."
+        text = f"is of type {type(source).__name__}. Give a recipe's name, a YAML file, a mapping or a PrecisionConfig."
         raise ConfigError(Problem(RECIPE_KEY, text))
     name, shipped = os.fspath(source), option_files("precision")
     if name in shipped:

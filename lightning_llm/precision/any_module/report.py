@@ -114,7 +114,7 @@ class QuantizeReport:
         """
         for name, value in (("n", n), ("micro_batch", micro_batch)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(Problem(name, "must be an integer from 0 on.", repr(value)))
+                raise ConfigError(Problem(name, "must be an integer of at least 0.", repr(value)))
         self._started("step").go_to(n, micro_batch)
 
     def attach(self, optimizer: Any) -> None:
@@ -227,8 +227,8 @@ def stepped(optimizer: Any) -> torch.optim.Optimizer:
         found = found.optimizer
     if not hasattr(found, "register_step_post_hook") or not hasattr(found, "_optimizer_step_post_hooks"):
         text = (
-            f"is a {type(optimizer).__name__}, which is no torch.optim.Optimizer. Leave it out and call "
-            "report.step(n, micro_batch=i) before each forward pass."
+            f"is of type {type(optimizer).__name__}, which has no step hooks of torch.optim.Optimizer. Omit it and "
+            "call report.step(n, micro_batch=i) before each forward pass."
         )
         raise ConfigError(Problem("optimizer", text))
     result: torch.optim.Optimizer = found

@@ -105,8 +105,10 @@ def compiled(function: Callable[P, R], identity: Any = None) -> Callable[P, R]:
         try:
             return inner(*args, **kwargs)
         except BackendCompilerFailed as error:
-            text = f"compiling '{function.__name__}' failed: {_first_error(error)}. Mend that, or set"
-            raise ConfigError(Problem("precision.casts", f"{text} precision.casts=eager: the same bits.")) from error
+            text = f"compiling '{function.__name__}' failed: {_first_error(error)}. Fix that, or set"
+            raise ConfigError(
+                Problem("precision.casts", f"{text} precision.casts=eager, which is slower and gives the same bits.")
+            ) from error
 
     return call
 

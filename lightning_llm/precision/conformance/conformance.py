@@ -84,11 +84,15 @@ class _Files:
                 with np.load(self.folder / spec["file"]) as file:
                     self.loaded[spec["file"]] = dict(file)
             except (OSError, ValueError) as error:
-                raise ConfigError(Problem(str(self.folder / spec["file"]), f"cannot be read: {error}")) from error
+                raise ConfigError(
+                    Problem(str(self.folder / spec["file"]), f"cannot be read: {error}. Record it again.")
+                ) from error
         file_arrays = self.loaded[spec["file"]]
         missing = [name for name in spec["arrays"] if f"{spec['name']}__{name}" not in file_arrays]
         if missing:
-            raise ConfigError(Problem(str(self.folder / spec["file"]), f"lacks {missing} of case {spec['name']}"))
+            raise ConfigError(
+                Problem(str(self.folder / spec["file"]), f"lacks {missing} of case {spec['name']}. Record it again.")
+            )
         return {name: file_arrays[f"{spec['name']}__{name}"] for name in spec["arrays"]}
 
 

@@ -67,8 +67,10 @@ def choose_backend(recipe: PrecisionConfig, device_type: str) -> tuple[Backend, 
     if reason is None:
         return "compiled", None
     if recipe.casts == "compiled":
-        text = f"'compiled' cannot be had here: {reason}. Mend that, or set eager or auto: the same bits, slower."
-        raise ConfigError(Problem("precision.casts", text))
+        text = (
+            f"is not possible here: {reason}. Fix that, or set eager or auto, which are slower and give the same bits."
+        )
+        raise ConfigError(Problem("precision.casts", text, "compiled"))
     return "eager", f"casts run eagerly, some ten times slower: {reason}"
 
 

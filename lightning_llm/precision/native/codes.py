@@ -258,7 +258,7 @@ def check_native_casts(
                 dtype = COMPUTE[recipe.compute_dtype]
                 found = [each for part in parts for each in cast_differences(casts, dtype, device, bias, part)]
             except AttributeError as error:
-                return f"note   native casts were not checked: this Transformer Engine keeps them otherwise ({error})"
+                return f"note   native casts were not checked: this Transformer Engine stores them otherwise ({error})"
             problems += [f"{key}.{text}" if key else text for text in found]
     if problems:
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

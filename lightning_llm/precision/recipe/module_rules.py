@@ -193,11 +193,16 @@ def nothing_converted(recipe: PrecisionConfig, reasons: Mapping[str, str | None]
     if not recipe.quantizes or None in reasons.values():
         return []
     if not reasons:
-        return [Problem("precision", f"'{recipe.name}' quantises linear layers, but the model has none.")]
+        return [
+            Problem(
+                "precision",
+                f"'{recipe.name}' quantizes linear layers, but the model has none. Set {recipe.compute_dtype}.",
+            )
+        ]
     met = "; ".join(dict.fromkeys(why for why in reasons.values() if why is not None))
     text = (
-        f"'{recipe.name}' would quantise none of {len(reasons)} linear layers: {met}. Lower "
-        "first/last_blocks_high_precision or _fraction_high_precision, widen include, narrow exclude, or take "
+        f"'{recipe.name}' would quantize none of {len(reasons)} linear layers: {met}. Lower "
+        "first/last_blocks_high_precision or _fraction_high_precision, widen include, narrow exclude, or set "
         f"precision={recipe.compute_dtype}."
     )
     return [Problem("precision.modules", text)]
