@@ -30,8 +30,8 @@ from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.plan.describe import matrix_rows
+from lightning_llm.precision.lint import NOT_TO_ALLOW, RULES, rule_name
 from lightning_llm.precision.native.decide import decision_matrix
-from lightning_llm.precision.recipe.lint import NOT_TO_ALLOW, RULES, rule_name
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS / "internals"))  # a test loads this file by its path

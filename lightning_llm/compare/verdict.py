@@ -24,7 +24,7 @@ from lightning_llm.compare.time_to_target import TimeToTarget, time_to_target
 from lightning_llm.compare.tuned import Tuned
 from lightning_llm.config.config_hash import below
 from lightning_llm.plan.resolve import coverage_of
-from lightning_llm.precision.recipe.module_rules import Coverage
+from lightning_llm.precision.module_rules import Coverage
 from lightning_llm.tracking.reading import Run
 
 HIGH_PRECISION = "val_loss_high_precision"

@@ -22,8 +22,8 @@ from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.memory.buffers import parameter_gather_problems, weight_cast_problems
 from lightning_llm.plan.resolve import DerivedConfig, Plan, compiler_failure, uncompiled_part
 from lightning_llm.plan.teachers import teacher_problems
-from lightning_llm.precision.recipe.lint import lint
-from lightning_llm.precision.recipe.module_rules import (
+from lightning_llm.precision.lint import lint
+from lightning_llm.precision.module_rules import (
     nothing_converted,
     other_modules,
     reasons_to_stay_unquantized,

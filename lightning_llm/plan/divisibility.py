@@ -13,7 +13,7 @@ from lightning_llm.model.spec import LinearSpec, Size
 from lightning_llm.model.structure import Same, linear_names, linears_of
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.precision.recipe.module_rules import layers_of_casts
+from lightning_llm.precision.module_rules import layers_of_casts
 
 SHARD_AXES: dict[str, dict[str, int | None]] = {
     "column": {"x": None, "w": 0, "dy": 1},

@@ -36,9 +36,9 @@ from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.step_law import law_notes, law_row
 from lightning_llm.plan.teachers import teacher_flops_per_token
 from lightning_llm.plan.time.describe import time_facts, time_rows
+from lightning_llm.precision.describe import precision_facts, precision_rows
+from lightning_llm.precision.module_rules import Coverage
 from lightning_llm.precision.native.decide import HARDWARE
-from lightning_llm.precision.recipe.describe import precision_facts, precision_rows
-from lightning_llm.precision.recipe.module_rules import Coverage
 
 Rule = Callable[[Plan, Mapping[str, str]], Iterator[str]]
 SHORTENED = ("BF16", "F16", "TF32", "ANY")

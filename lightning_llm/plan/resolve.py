@@ -13,6 +13,7 @@ from lightning_llm.plan.degrees import Degrees, given_degrees, resolve_degrees
 from lightning_llm.plan.divisibility import part_widths
 from lightning_llm.plan.memory.units import micro_batches_per_rank
 from lightning_llm.plan.nodes import with_reduction
+from lightning_llm.precision.module_rules import Coverage, coverage
 from lightning_llm.precision.native.decide import (
     HARDWARE,
     Capability,
@@ -24,7 +25,6 @@ from lightning_llm.precision.native.decide import (
     device_here,
     shipped_recipes,
 )
-from lightning_llm.precision.recipe.module_rules import Coverage, coverage
 
 
 def compiles(config: Config, degrees: Degrees, capability: Capability) -> bool:

@@ -20,7 +20,7 @@ from lightning_llm.config.schema.precision import UNQUANTIZED, CastConfig, Preci
 from lightning_llm.precision.linear.autograd import quantized_linear
 from lightning_llm.precision.linear.module import UNQUANTIZED_CASTS
 from lightning_llm.precision.linear.plan import SLOT_NAMES, LinearPlan
-from lightning_llm.precision.recipe.lint import still_broken
+from lightning_llm.precision.lint import still_broken
 from lightning_llm.probe.figures import Collector, Sums, compare, figures
 from lightning_llm.probe.passes import Pass, Passes
 

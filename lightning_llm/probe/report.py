@@ -9,7 +9,7 @@ import yaml
 
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.precision.linear.plan import SLOT_NAMES
-from lightning_llm.precision.recipe.module_rules import without_idle_rules
+from lightning_llm.precision.module_rules import without_idle_rules
 from lightning_llm.probe.measure import COLUMNS, END_TO_END, PRODUCTS, as_yaml_values, only_slot, worst
 
 WORST_ROWS = 10

@@ -26,7 +26,7 @@ from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.write import TensorToWrite
 from lightning_llm.precision.cast.quantize import Quantized, quantize
 from lightning_llm.precision.cast.scales import Scaled, divide, scale, tensor_amax
-from lightning_llm.precision.recipe.module_rules import reasons_to_stay_unquantized, rule_in_effect
+from lightning_llm.precision.module_rules import reasons_to_stay_unquantized, rule_in_effect
 
 READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears of one input, which engines run as one: they share the scale of a whole tensor."""

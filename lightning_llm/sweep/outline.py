@@ -15,7 +15,7 @@ from lightning_llm.config.sweep_space import read_space, read_sweep_keys
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.plan.report import tokenizer_text, weights_text
 from lightning_llm.plan.resolve import coverage_of
-from lightning_llm.precision.recipe.module_rules import Coverage
+from lightning_llm.precision.module_rules import Coverage
 from lightning_llm.run.resume.branch import first_step
 from lightning_llm.sweep.jobs import SearchRequest, checked_jobs
 from lightning_llm.tracking.files import summary_of

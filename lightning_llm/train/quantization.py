@@ -28,8 +28,8 @@ from lightning_llm.precision.linear.module import (
 from lightning_llm.precision.linear.operands import shared
 from lightning_llm.precision.linear.swap import EMULATED, SwapReport, sum_in_fp32, swap_linears
 from lightning_llm.precision.loss_scale import LossScale
+from lightning_llm.precision.module_rules import block_of
 from lightning_llm.precision.native.decide import Decision
-from lightning_llm.precision.recipe.module_rules import block_of
 
 
 class Quantization:

@@ -26,7 +26,7 @@ from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.linear.delayed import update_delayed
 from lightning_llm.precision.linear.module import set_step_key
 from lightning_llm.precision.linear.swap import swap_linears
-from lightning_llm.precision.recipe.lint import RULES
+from lightning_llm.precision.lint import RULES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

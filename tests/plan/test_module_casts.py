@@ -13,8 +13,8 @@ from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema.precision import UNQUANTIZED, slots_of
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.resolve import DerivedConfig
+from lightning_llm.precision.lint import lint
 from lightning_llm.precision.native.decide import DEVICES
-from lightning_llm.precision.recipe.lint import lint
 
 MIXED = """
 defaults: [nvfp4_all_blocks, _self_]

@@ -17,8 +17,8 @@ from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.memory.units import units_of
 from lightning_llm.plan.report import notes, plan_facts, plan_line, render
 from lightning_llm.plan.resolve import DerivedConfig, plan_of
+from lightning_llm.precision.describe import precision_facts
 from lightning_llm.precision.native.decide import DEVICES, HARDWARE, decide
-from lightning_llm.precision.recipe.describe import precision_facts
 from lightning_llm.train.checkpoint import saver
 
 RECIPES = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml"))

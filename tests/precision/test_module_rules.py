@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lightning_llm.config.schema.precision import UNQUANTIZED, PrecisionConfig, slots_of
-from lightning_llm.precision.recipe.module_rules import (
+from lightning_llm.precision.module_rules import (
     blocks_of,
     fractions_of_no_block,
     idle_rules,

@@ -11,10 +11,10 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import UNQUANTIZED, PrecisionConfig, slots_of
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.resolve import DerivedConfig
+from lightning_llm.precision.describe import precision_facts
 from lightning_llm.precision.linear.module import quantized_layers, set_recipe, set_step_key
 from lightning_llm.precision.linear.swap import swap_linears
-from lightning_llm.precision.recipe.describe import precision_facts
-from lightning_llm.precision.recipe.module_rules import layers_of_casts, reasons_to_stay_unquantized
+from lightning_llm.precision.module_rules import layers_of_casts, reasons_to_stay_unquantized
 from lightning_llm.train.quantization import Quantization
 from tests.precision.recipes import load
 

@@ -8,7 +8,7 @@ import yaml
 from pydantic import ValidationError
 
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
-from lightning_llm.precision.recipe.lint import RULES, lint
+from lightning_llm.precision.lint import RULES, lint
 from tests.precision.recipes import FOLDER, RECIPES, load
 
 SHIPPED = (
@@ -218,6 +218,6 @@ def test_every_rule_names_its_source():
 
 
 def test_schema_and_lint_need_no_torch():
-    modules = "lightning_llm.config.schema.precision, lightning_llm.precision.recipe.lint"
+    modules = "lightning_llm.config.schema.precision, lightning_llm.precision.lint"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -7,7 +7,7 @@ import yaml
 from lightning_llm.config.schema.precision import SLOTS, PrecisionConfig, slots_of
 from lightning_llm.precision.linear.autograd import quantized_linear
 from lightning_llm.precision.linear.plan import KEY_COUNT, LinearPlan
-from lightning_llm.precision.recipe.lint import lint
+from lightning_llm.precision.lint import lint
 from lightning_llm.probe.measure import all_but_slot, as_yaml_values, only_slot
 from tests.precision.recipes import RECIPES, load, sample
 

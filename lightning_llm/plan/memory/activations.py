@@ -13,8 +13,8 @@ from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.accounting import OURS, Accounting
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of
+from lightning_llm.precision.module_rules import reasons_to_stay_unquantized, rule_in_effect
 from lightning_llm.precision.native.express import NativeRecipe, express
-from lightning_llm.precision.recipe.module_rules import reasons_to_stay_unquantized, rule_in_effect
 
 
 class BlockBytes(NamedTuple):

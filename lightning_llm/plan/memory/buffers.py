@@ -33,7 +33,7 @@ from lightning_llm.precision.linear.weight_rules import (
     why_not_codes,
     why_not_kept,
 )
-from lightning_llm.precision.recipe.module_rules import layers_of_casts, reasons_to_stay_unquantized, rule_in_effect
+from lightning_llm.precision.module_rules import layers_of_casts, reasons_to_stay_unquantized, rule_in_effect
 
 KEEP_KEY = "precision.keep_weight_casts"
 

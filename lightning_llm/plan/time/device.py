@@ -19,7 +19,7 @@ from lightning_llm.base.hardware import COMPUTE_UNITS, planned_peak_flops
 from lightning_llm.config.schema import ClusterConfig, Config
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
 from lightning_llm.model.structure import block_linears, feed_forward_of, for_layers, mixer_of
-from lightning_llm.precision.recipe.module_rules import reasons_to_stay_unquantized, rule_in_effect
+from lightning_llm.precision.module_rules import reasons_to_stay_unquantized, rule_in_effect
 
 FORMAT_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 TILES = ((256, 128), (128, 256), (128, 128))

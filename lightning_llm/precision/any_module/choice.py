@@ -18,7 +18,7 @@ from lightning_llm.precision.any_module.selection import (
     plain_name,
     why_not_convertible,
 )
-from lightning_llm.precision.recipe.module_rules import reasons_to_stay_unquantized, unmatched
+from lightning_llm.precision.module_rules import reasons_to_stay_unquantized, unmatched
 
 SHOWN = 8
 """Most names in a message."""

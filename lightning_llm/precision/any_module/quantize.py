@@ -26,10 +26,10 @@ from lightning_llm.precision.any_module.selection import FoundLinear, unwrapped
 from lightning_llm.precision.linear.module import QuantizedLinear, quantized_layers
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.linear.swap import choose_backend, sum_in_fp32
+from lightning_llm.precision.lint import lint
+from lightning_llm.precision.module_rules import rule_in_effect
 from lightning_llm.precision.native.decide import Capability, Decision, capability_here, decide
 from lightning_llm.precision.native.transformer_engine import NativeLinear
-from lightning_llm.precision.recipe.lint import lint
-from lightning_llm.precision.recipe.module_rules import rule_in_effect
 
 RecipeSource = str | os.PathLike[str] | Mapping[str, Any] | PrecisionConfig
 """Name of a shipped recipe, path of a YAML file, keys of a recipe, or a recipe."""

@@ -245,7 +245,7 @@ class BlocksToScale(NamedTuple):
     def row_amax(self) -> Tensor:
         """Return the largest magnitude of each row (axis 0: column), fp32 with size-1 block axes.
 
-        Raises ValueError unless blocks are parts of one row.
+        Raises ValueError if the whole tensor is one block.
         """
         if self.shape is None:
             raise ValueError("amax: row needs blocks of one row")

@@ -18,7 +18,7 @@ from lightning_llm.linalg.grouped import GroupedLinear, Groups
 from lightning_llm.linalg.tensors import local
 from lightning_llm.precision.linear.module import QuantizedLinear
 from lightning_llm.precision.linear.plan import LinearPlan
-from lightning_llm.precision.recipe.module_rules import expert_place
+from lightning_llm.precision.module_rules import expert_place
 
 
 class QuantizedGroupedLinear(GroupedLinear):

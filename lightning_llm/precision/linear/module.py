@@ -19,7 +19,7 @@ from lightning_llm.precision.linear import autograd
 from lightning_llm.precision.linear.autograd import Record, quantized_linear
 from lightning_llm.precision.linear.operands import LinearCall, shared
 from lightning_llm.precision.linear.plan import KEY_COUNT, ROLES, KeptCasts, LinearPlan, Observe
-from lightning_llm.precision.recipe.module_rules import rule_in_effect
+from lightning_llm.precision.module_rules import rule_in_effect
 
 UNQUANTIZED_CASTS = slots_of(PrecisionConfig(name="high", compute_dtype="fp16"))
 VALIDATION_KEY = 1 << 31

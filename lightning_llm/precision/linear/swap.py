@@ -14,8 +14,7 @@ from lightning_llm.precision.cast.inductor import Backend
 from lightning_llm.precision.linear.grouped import QuantizedGroupedLinear, row_multiple
 from lightning_llm.precision.linear.module import QuantizedLinear
 from lightning_llm.precision.linear.plan import LinearPlan, wgrad_dtype_of
-from lightning_llm.precision.native.decide import Decision
-from lightning_llm.precision.recipe.module_rules import (
+from lightning_llm.precision.module_rules import (
     Coverage,
     coverage,
     expert_place,
@@ -23,6 +22,7 @@ from lightning_llm.precision.recipe.module_rules import (
     reasons_to_stay_unquantized,
     rule_in_effect,
 )
+from lightning_llm.precision.native.decide import Decision
 
 EMULATED = Decision("emulated")
 

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_llm.config.schema.precision import SELECTS, UNQUANTIZED, CastConfig, PrecisionConfig, slots_of
-from lightning_llm.precision.native.decide import Decision
-from lightning_llm.precision.recipe.module_rules import (
+from lightning_llm.precision.module_rules import (
     Coverage,
     coverage,
     fractions_of_no_block,
     layers_of_casts,
     reasons_to_stay_unquantized,
 )
+from lightning_llm.precision.native.decide import Decision
 
 ALWAYS = ("block", "scale", "rounding")
 """Keys of a cast that are shown even where they have their default."""

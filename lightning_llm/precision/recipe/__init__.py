@@ -1,1 +1,0 @@
-"""A precision recipe as data: which layers, rules, coverage. Imports no torch."""
