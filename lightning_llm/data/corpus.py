@@ -206,7 +206,7 @@ class Corpus:
         return Sample(address.source, address.window, address.epoch, tokens, ids)
 
     def index_of(self, position: int) -> int:
-        """Return the number of the sample at `position` for `data.skip_samples`: `position` plus the skipped ones."""
+        """Return the number (as in `data.skip_samples`) of the sample at `position`; equal unless some are skipped."""
         return index_of(position, self.skipped)
 
     def origin(self, position: int) -> Origin:
