@@ -244,7 +244,7 @@ def agreed_weights(named: str, key: str, problems_of: Callable[[Weights], Iterab
     except ConfigError as error:
         problems = list(error.problems)
     except OSError as error:
-        problems = [Problem(key, f"cannot be read: {error}.")]
+        problems = [Problem(key, f"cannot be read: {error}. Make the files readable on every machine.")]
     sizes = {} if weights is None else {file.name: file.stat().st_size for file in weights.files()}
     found = gather_objects((problems, sizes, digests))
     if refused := dict.fromkeys(problem for problems, _, _ in found for problem in problems):

@@ -95,7 +95,7 @@ def choose_device(config: Config) -> torch.device:
         return torch.device("cpu")
     environment = rank_environment()
     if config.trainer.devices > torch.cuda.device_count():
-        text = f"must be at most {torch.cuda.device_count()}, the CUDA devices of this machine."
+        text = f"must be at most {torch.cuda.device_count()}, the CUDA devices of this machine. Lower it."
         raise ConfigError(Problem("trainer.devices", text, config.trainer.devices))
     device = torch.device("cuda", environment.local_rank if environment else 0)
     torch.cuda.set_device(device)
@@ -122,7 +122,8 @@ def build_callbacks(config: Config) -> dict[str, pl.Callback]:
             if isinstance(cause, ConfigError):  # raised by a shipped callback, names the argument and the remedy
                 problems += [replace(each, key=f"{key}.{each.key}") for each in cause.problems]
                 continue
-            text = f"{node['_target_']} cannot be built: {type(cause).__name__}: {one_line(str(cause))}"
+            why = f"{type(cause).__name__}: {one_line(str(cause)).rstrip('.')}"
+            text = f"{node['_target_']} cannot be built: {why}. Fix its arguments or its code, or set {key}=null."
             problems.append(Problem(key, text))
             continue
         lineage = [f"{each.__module__}.{each.__qualname__}" for each in type(callback).__mro__]

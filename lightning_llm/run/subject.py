@@ -115,7 +115,7 @@ def _huggingface(path: Path, arguments: Sequence[str], text: Path | None, needs_
     elif text is not None and has_data:
         problems.append(Problem("--text", "cannot be used with data=... overrides. Remove one of them."))
     elif text is not None and not text.expanduser().is_file():
-        problems.append(Problem("--text", "is not a file.", text))
+        problems.append(Problem("--text", "is not a file. Give a .txt, .md or .jsonl file.", text))
     if problems or weights is None:
         raise ConfigError(problems)
     for note in weights.notes if is_first_rank() else ():

@@ -61,7 +61,7 @@ class TensorFiles:
                 found: Tensor = whole[first:last] if axis == 0 else whole[:, first:last]
                 return found
         except (SafetensorError, OSError) as error:
-            raise ConfigError(Problem(str(file), f"cannot be read: {error}.")) from error
+            raise ConfigError(Problem(str(file), f"cannot be read: {error}. {AGAIN}")) from error
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ ROWS = 4096
 MTP = "multi-token prediction (num_nextn_predict_layers)"
 TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Our names of dtypes, by torch's."""
+MATCH = "Use the config.json that belongs to the weights."
 SHOWN_SHAPES = 6
 """Largest number of tensors with a wrong shape that a message names."""
 
@@ -272,7 +273,7 @@ def _read_object(file: Path) -> dict[str, Any]:
     try:
         return parse_object(read_regular(file))
     except OSError as error:
-        raise ConfigError(Problem(HUGGINGFACE, f"cannot be read ({error.strerror}).")) from error
+        raise ConfigError(Problem(HUGGINGFACE, f"cannot be read ({error.strerror}). Make it readable.")) from error
     except ValueError as error:
         raise ConfigError(Problem(HUGGINGFACE, f"{error}. Download or copy it again.")) from error
 
@@ -307,15 +308,17 @@ def _differences(
     wanted = {tensor: each.whole for each in stored.values() for tensor in each.tensors}
     found = {name: entry for name, entry in files.entries.items() if not left_out(name)}
     if missing := [name for name in wanted if name not in found]:
-        yield Problem(str(path), f"has no tensor {some_of(missing)}, which its config requires.")
+        yield Problem(str(path), f"has no tensor {some_of(missing)}, which its config requires. {MATCH}")
     if extra := [name for name in found if name not in wanted]:
-        yield Problem(str(path), f"has the tensor {some_of(extra)}, which its config does not define.")
+        yield Problem(str(path), f"has the tensor {some_of(extra)}, which its config does not define. {MATCH}")
     others = [name for name, shape in wanted.items() if name in found and found[name].shape != shape]
     for name in others[:SHOWN_SHAPES]:
-        text = f"{name} has shape {found[name].shape} in {found[name].file.name}, and {wanted[name]} by its config."
+        entry = found[name]
+        text = f"{name} has shape {entry.shape} in {entry.file.name}, and {wanted[name]} by its config. {MATCH}"
         yield Problem(str(path), text)
     if len(others) > SHOWN_SHAPES:
-        yield Problem(str(path), f"{len(others) - SHOWN_SHAPES} more tensors have shapes that differ from its config.")
+        text = f"{len(others) - SHOWN_SHAPES} more tensors have shapes that differ from its config. {MATCH}"
+        yield Problem(str(path), text)
     odd = [f"{name} ({entry.dtype})" for name, entry in found.items() if name in wanted and entry.dtype not in DTYPES]
     if odd:
         yield Problem(

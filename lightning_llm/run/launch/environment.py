@@ -72,7 +72,8 @@ def _variable_problems(given: dict[str, str], numbers: dict[str, int]) -> Iterat
         yield Problem(", ".join(missing), text)
         return
     for field in given.keys() - numbers.keys():
-        yield Problem(TORCHRUN[field], "must be an integer, as torchrun sets it.", given[field])
+        text = "must be an integer, as torchrun sets it. Start ranks with torchrun or srun, or unset it."
+        yield Problem(TORCHRUN[field], text, given[field])
     if len(numbers) < len(TORCHRUN):
         return
     for rank, world in (("rank", "world"), ("local_rank", "local_world"), ("local_world", "world")):

@@ -96,7 +96,9 @@ def connected(launcher: LauncherConfig) -> Iterator[Any]:
     except (ConnectionError, RuntimeError, ValueError, OverflowError, OSError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         what = "Ray cannot be reached there" if address else "Ray cannot be started here"
-        raise ConfigError(Problem("launcher.address", f"{what}: {why}", address or "null")) from error
+        remedy = "Check the address, and start Ray there." if address else "Fix this, or set the address of a cluster."
+        text = f"{what}: {why.rstrip('.')}. {remedy}"
+        raise ConfigError(Problem("launcher.address", text, address or "null")) from error
     try:
         yield ray
     finally:

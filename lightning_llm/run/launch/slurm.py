@@ -188,7 +188,7 @@ def _config_problems(config: Config) -> Iterator[Problem]:
         yield Problem("world", text, world)
     for key in ("partition", "account", "qos", "constraint", "container"):
         if (value := getattr(launcher, key)) and any(letter in value for letter in "\n\r\0"):
-            yield Problem(f"launcher.{key}", "must be one line.", repr(value))
+            yield Problem(f"launcher.{key}", "must be one line of text. Remove line breaks.", repr(value))
 
 
 REQUEUE_SECONDS = 30

@@ -162,7 +162,8 @@ def first_start(config: Config, verify: Verify) -> Start:
         return Start()
     checkpoint, skipped = checkpoint_at(Path(config.branch_from), verify)
     if checkpoint is None:
-        raise ConfigError(Problem("branch_from", f"{config.branch_from} contains no checkpoint."))
+        text = f"{config.branch_from} contains no checkpoint. Give a run's folder or .../checkpoints/step=N."
+        raise ConfigError(Problem("branch_from", text))
     parent = config_of_run(checkpoint)
     same_data = not any(below(key, LEARNED) and not is_data_path(key) for key in changed_keys(parent, config))
     data_hash = summary_of(checkpoint.run_folder).get("data_hash") if same_data else None

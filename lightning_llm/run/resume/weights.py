@@ -82,7 +82,10 @@ def _of_checkpoint(path: Path, verify: Verify) -> Weights:
     for line in skipped_lines(skipped):
         print(line, file=sys.stderr)
     if not (checkpoint.run_folder / "config.yaml").is_file():
-        text = f"not in a run's folder: {checkpoint.run_folder / 'config.yaml'}, which defines the model, is missing."
+        text = (
+            f"not in a run's folder: {checkpoint.run_folder / 'config.yaml'}, which defines the model, is missing. "
+            "Give the checkpoint in its run's folder."
+        )
         raise ConfigError(Problem(str(checkpoint.folder), text))
     run_tokenizer(checkpoint.run_folder)  # raises if the file was changed
     from lightning_llm.train.checkpoint.weights import CheckpointWeights  # imports torch

@@ -32,6 +32,7 @@ from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.spikes import SpikeState
 from lightning_llm.train.weight_rounding import COMPENSATION
 
+SAME_MODEL = "Resume with the model that it was saved from."
 OPTIONS = "param_groups."
 """Prefix of an optimizer's options in its flat state, one entry per parameter and option."""
 
@@ -103,12 +104,16 @@ def _restore(
 
 def _differences(stored: Mapping[str, Any], own: Mapping[str, torch.Size], folder: Path) -> list[Problem]:
     kept = {name.removeprefix("model."): entry for name, entry in stored.items() if name.startswith("model.")}
-    problems = [Problem(name, f"is not in the checkpoint {folder}.") for name in own if name not in kept]
+    problems = [Problem(name, f"is not in the checkpoint {folder}. {SAME_MODEL}") for name in own if name not in kept]
     problems += [
-        Problem(name, f"is in the checkpoint {folder} but not in this model.") for name in kept if name not in own
+        Problem(name, f"is in the checkpoint {folder} but not in this model. {SAME_MODEL}")
+        for name in kept
+        if name not in own
     ]
     problems += [
-        Problem(name, f"has shape {tuple(kept[name].size)} in {folder}, and {tuple(own[name])} in this model.")
+        Problem(
+            name, f"has shape {tuple(kept[name].size)} in {folder}, and {tuple(own[name])} in this model. {SAME_MODEL}"
+        )
         for name in own
         if name in kept and kept[name].size != own[name]
     ]

@@ -23,6 +23,7 @@ from lightning_llm.train.checkpoint.manifest import TENSORS, Checkpoint, Damaged
 from lightning_llm.train.checkpoint.tensor_storage import open_tensors
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+OTHER = "Use another checkpoint of the run, or restore it from a copy."
 
 
 class CheckpointWeights(Weights):
@@ -48,9 +49,13 @@ class CheckpointWeights(Weights):
             if name.startswith("model.")
         }
         padded = {name: (config.padded_vocab_size, *shape[1:]) for name, shape in self.shapes.items()}
-        problems = [Problem(str(self.path), f"has no {name}.") for name in self.shapes if name not in self._entries]
+        problems = [
+            Problem(str(self.path), f"has no {name}, which the run's config requires. {OTHER}")
+            for name in self.shapes
+            if name not in self._entries
+        ]
         problems += [
-            Problem(str(self.path), f"{name} has shape {tuple(entry.size)}, but {shape} in the run's config.")
+            Problem(str(self.path), f"{name} has shape {tuple(entry.size)}, but {shape} in the run's config. {OTHER}")
             for name, shape in self.shapes.items()
             if (entry := self._entries.get(name)) is not None and tuple(entry.size) not in (shape, padded[name])
         ]
@@ -60,7 +65,7 @@ class CheckpointWeights(Weights):
         try:
             self._pinned = {file: _mapped(file) for file in self.files()}
         except (OSError, RuntimeError) as error:
-            raise ConfigError(Problem(str(self.path), f"cannot be read: {_first_line(error)}.")) from error
+            raise ConfigError(Problem(str(self.path), f"cannot be read: {_first_line(error)}. {OTHER}")) from error
 
     @property
     def tokenizer(self) -> Path | None:
@@ -111,11 +116,12 @@ class CheckpointWeights(Weights):
                 content = BytesIO(self._content(file, where.offset, where.length))
                 tensor: Tensor = torch.load(content, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:
-                raise ConfigError(Problem(str(file), f"{unpickling_problem(error)}.")) from error
+                raise ConfigError(Problem(str(file), f"{unpickling_problem(error)}. {OTHER}")) from error
             except (OSError, RuntimeError, ValueError, EOFError) as error:
-                raise ConfigError(Problem(str(file), f"cannot be read: {error}.")) from error
+                raise ConfigError(Problem(str(file), f"cannot be read: {error}. {OTHER}")) from error
             if tuple(tensor.shape) != tuple(chunk.sizes):
-                raise ConfigError(Problem(str(file), f"contains another shard of {name} than its metadata describes."))
+                text = f"contains another shard of {name} than its metadata describes. {OTHER}"
+                raise ConfigError(Problem(str(file), text))
             self._held = (index, tensor)
         return self._held[1]
 
