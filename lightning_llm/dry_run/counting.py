@@ -160,7 +160,7 @@ class Counting(TorchDispatchMode):
             setattr(finder, name, whole)
 
     def begin(self) -> None:
-        """Reset all counters to zero, and the peak of memory to what is live now."""
+        """Reset all counters to zero, and the peak of memory to the bytes that are live now."""
         self.sent, self.operations, self.host_waits = SentBytes(self.sent.small_bytes), 0, 0
         self.held.peak_bytes = self.held.now_bytes
 

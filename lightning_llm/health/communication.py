@@ -44,7 +44,7 @@ class WrongValues:
     receiver: int
     """The rank that received them."""
     elements: int
-    """How many elements are wrong."""
+    """Number of wrong elements."""
     index: int
     """Index of the first wrong element."""
     got: float
@@ -52,7 +52,7 @@ class WrongValues:
     expected: float
     """The value that it must have."""
     sources: tuple[int, ...]
-    """The ranks that sent the wrong elements; empty for sums, whose wrong terms are unknown."""
+    """The ranks that sent the wrong elements; empty for sums, where the wrong term is unknown."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Exchange:
         self.received = self.sent if collective == "all_reduce" else torch.zeros(received, device=device)
 
     def run(self) -> None:
-        """Call the collective once with whatever the buffers contain. Every member must call this."""
+        """Call the collective once with the present content of the buffers. Every member must call this."""
         if self.collective == "all_reduce":
             dist.all_reduce(self.sent, group=self.group)
         elif self.collective == "all_gather":

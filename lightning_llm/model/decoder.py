@@ -33,7 +33,7 @@ from lightning_llm.model.structure import block_parts, for_layers, mixer_of, nor
 
 
 class AttentionKind(NamedTuple):
-    """What decides the attention mask of a block: its window, and whether it takes kernels (`takes_kernels`).
+    """Properties of a block that decide its attention mask: the window, and whether it takes kernels.
 
     Blocks with equal values share one mask.
     """

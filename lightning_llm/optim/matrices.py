@@ -65,7 +65,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     """
 
     rounding: WeightRounding | None = None
-    """How updated weights are rounded; None: to nearest."""
+    """Method that rounds updated weights; None: to nearest."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: AdamWFields, roles: tuple[Role, ...]):
         """Divide named `parameters` into groups; `roles`: roles of the matrices that the rule updates, never

@@ -1,4 +1,4 @@
-"""AdamW, and what all optimizers share: parameter groups and roles, the initial state, the learning rate of a step."""
+"""AdamW, and shared parts of all optimizers: parameter groups and roles, initial state, learning rate of a step."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol

@@ -196,7 +196,7 @@ class RankReport(NamedTuple):
     """Ranks per machine."""
     config_hash: str
     runs: str
-    """How casts would run there: "native" or "emulated"."""
+    """Kind of casts that would run there: "native" or "emulated"."""
     compiled: bool
     """Whether blocks would be compiled."""
     problems: tuple[Problem, ...]

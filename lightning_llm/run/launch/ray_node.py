@@ -140,7 +140,7 @@ def agent_command() -> list[str]:
 
 @dataclass(frozen=True)
 class Task:
-    """What one machine has to run."""
+    """Work of one machine: the ranks to start there."""
 
     config: str
     """The run's config as YAML."""

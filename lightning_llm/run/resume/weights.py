@@ -132,7 +132,10 @@ SAME = "Set it to that, or remove model=: model.init_from alone uses the shape o
 def shape_differences(
     theirs: ModelConfig, ours: ModelConfig, whose: str = "the weights of model.init_from", same: str = SAME
 ) -> Iterator[Problem]:
-    """Yield a problem per key of `ours` that differs from `theirs`, the model of `whose`; `same` is the remedy."""
+    """Yield a problem for each key of the model `ours` that differs from `theirs`, except for lengths and RoPE.
+
+    `whose`: description of the owner of `theirs`; `same`: the remedy; both for messages.
+    """
     kept = [*NOT_COMPARED, "vocab_size", *(FREE if ours.position == "rope" else ())]
     before, now = (
         each.model_dump(exclude=set(kept)) | {"head_dim": each.attention_head_dim} for each in (theirs, ours)
