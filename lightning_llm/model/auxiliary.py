@@ -30,10 +30,10 @@ class Counts(Protocol):
 
 
 class AuxiliaryLosses:
-    """Attaches the auxiliary losses of a decoder's blocks and sums their values over the micro-batches of a step."""
+    """Auxiliary losses of a decoder's blocks: attaches their gradients and sums their values over a step."""
 
     def __init__(self, names: Iterable[str]):
-        """`names`: all that the parts of the whole decoder declare (`Part.auxiliary_losses`), on any pipeline stage."""
+        """`names`: names of all losses that parts of the whole decoder declare, on any pipeline stage."""
         self.names = sorted(set(names))
         self.factors: dict[str, int] = {}
         """Number of ranks over which the values of a loss are summed instead of averaged, by name; 1 if absent."""

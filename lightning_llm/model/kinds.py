@@ -128,7 +128,7 @@ class DenseSpec(FeedForward):
 
 @FEED_FORWARDS.register
 class SwiGLU(DenseSpec):
-    """Gated by SiLU (Shazeer 2020, arXiv:2002.05202)."""
+    """Feed-forward network gated by SiLU (Shazeer 2020, arXiv:2002.05202)."""
 
     kind: Literal["swiglu"] = "swiglu"
     gated: ClassVar[bool] = True
@@ -137,7 +137,7 @@ class SwiGLU(DenseSpec):
 
 @FEED_FORWARDS.register
 class GELU(DenseSpec):
-    """GELU (arXiv:1606.08415), `model.gelu` by the tanh approximation or exactly."""
+    """Feed-forward network with GELU (arXiv:1606.08415), exact or by the tanh approximation (`model.gelu`)."""
 
     kind: Literal["gelu"] = "gelu"
     gated: ClassVar[bool] = False
@@ -146,7 +146,7 @@ class GELU(DenseSpec):
 
 @FEED_FORWARDS.register
 class GeGLU(DenseSpec):
-    """Gated by GELU (Shazeer 2020, arXiv:2002.05202), `model.gelu` by the tanh approximation or exactly."""
+    """Feed-forward network gated by GELU (Shazeer 2020, arXiv:2002.05202), exact or by the tanh approximation."""
 
     kind: Literal["geglu"] = "geglu"
     gated: ClassVar[bool] = True
@@ -155,7 +155,7 @@ class GeGLU(DenseSpec):
 
 @FEED_FORWARDS.register
 class SquaredReLU(DenseSpec):
-    """The square of ReLU, without a gate (So et al. 2021, arXiv:2109.08668), as in Nemotron-4."""
+    """Feed-forward network with squared ReLU and no gate (So et al. 2021, arXiv:2109.08668), as in Nemotron-4."""
 
     kind: Literal["squared_relu"] = "squared_relu"
     gated: ClassVar[bool] = False

@@ -23,7 +23,10 @@ def read_arguments(arguments: argparse.Namespace) -> ParsedConfig:
 
 
 def read_words(overrides: Sequence[str], file: Path | None, config_dir: Path | None) -> ParsedConfig:
-    """Return the config of `file` (a run's config.yaml), or composed of the shipped groups and `config_dir`.
+    """Return the config of `file` (a run's config.yaml) or, without it, composed of the shipped groups and
+    `config_dir`.
+
+    `overrides` are applied in both cases.
 
     Raises:
         ConfigError: the input is too broken to return a partial config.

@@ -29,7 +29,7 @@ class WeightRounding:
     """Writer of updated weights to bf16 parameters by one method of rounding, in pieces of whole rows.
 
     The random bits of `stochastic` are a function of (seed, update, name of the parameter, place in the whole tensor),
-    so every layout rounds alike.
+    so every layout rounds in the same way.
     """
 
     def __init__(

@@ -243,7 +243,7 @@ def first_failure(error: Any) -> tuple[int, Any]:
 
 
 def report_refused(rank: int, failure: Any) -> bool:
-    """Return whether the failure is an invalid input; report it if only a rank other than the first has found it.
+    """Return whether rank `rank` failed because of an invalid input; print the problem if rank 0 has not found it, too.
 
     Problems found by all ranks are reported by rank 0; the rank that recorded them may end by the agent's signal
     instead of with exit code 2.
@@ -267,6 +267,6 @@ def message_of(failure: Any) -> str:
 
 
 def failure_line(rank: int, failure: Any) -> str:
-    """Return one line: the rank that failed first, how and why."""
+    """Return one line about a failure: the rank that failed first, its signal or exit code, and the reason."""
     how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     return f"rank {rank} failed first ({how}): {escaped(message_of(failure).strip().splitlines()[0])}"

@@ -185,7 +185,7 @@ def open_tensors(checkpoint: Checkpoint) -> TensorReader:
 
 
 def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
-    """Return torch's metadata of the stored tensors as JSON data."""
+    """Return the content of metadata.json, as JSON data, for torch's metadata of the stored tensors."""
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
