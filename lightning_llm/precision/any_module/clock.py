@@ -116,6 +116,7 @@ class StepClock:
         if self.module is not module:  # a copy
             self.start(module)
         self._in_backward = False  # an exception may have ended the last one
+        shared.forget()  # the loop may have written to its inputs in a way that torch does not see, through numpy say
         if not module.training and not torch.is_grad_enabled():
             self._set_keys((self.step, self.validation_batch, True))
             self.validation_batch += 1

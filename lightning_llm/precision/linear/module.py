@@ -123,6 +123,10 @@ class QuantizedLinear(nn.Linear):
         The bias is added, and its gradient handed on, in the dtype of `x`, as FSDP2 gathers it and as a linear without
         casts does: so every layout has the same bits.
         """
+        if not x.is_floating_point():
+            raise TypeError(
+                f"{self.name}: the input of a linear layer must be of a floating-point dtype, not {x.dtype}."
+            )
         device = x.device.type
         if not torch.is_autocast_enabled(device):
             bias = None if bias is None else bias.to(x.dtype)

@@ -234,7 +234,8 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, backend: Backend, bias:
     if partial or not (left.dtype == right.dtype == dtype or unrounded) or _crawls(dtype, left.device):
         left, right = left.float(), right.float()
     factor = b.factor if a.factor is None else a.factor if b.factor is None else a.factor * b.factor
-    if factor is None and bias is not None and not partial:
+    rounds = dtype == torch.float32 != left.dtype  # a GEMM in the operands' dtype would
+    if factor is None and bias is not None and not partial and not rounds:
         return linear(left, right.t(), bias.to(left.dtype)).to(dtype)
     if partial:
         sums = _sum_of_partials(a, b, left, right)

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -249,6 +250,33 @@ def test_health_and_high_precision_contexts():
     assert len(found) == 6 * 6
     assert 20 < found["layers.0.up", "fprop.w"]["sqnr_db"] < 40
     assert model.layers[0].up.observe is None
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4_rne", "fp8_current"])
+def test_a_bias_in_fp32_is_added_in_fp32(name):
+    """Codes fit bf16, in which a product with a bias would be rounded."""
+    plain, biased, x = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH), torch.randn(8, WIDTH)
+    biased.weight = plain.weight
+    for each in (plain, biased):
+        quantize(each, eager(name))
+    torch.testing.assert_close(biased(x), plain(x) + biased.bias, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_inputs_that_are_no_floats_are_refused(dtype):
+    layer = nn.Linear(WIDTH, WIDTH)
+    quantize(layer, eager("mxfp8"))
+    with pytest.raises(TypeError, match="floating-point"):
+        layer(torch.ones(4, WIDTH, dtype=dtype))
+
+
+def test_inputs_may_be_written_through_numpy_between_passes():
+    layer, values = nn.Linear(WIDTH, WIDTH), np.random.default_rng(0).standard_normal((4, WIDTH), dtype=np.float32)
+    quantize(layer, eager("mxfp8"))
+    x = torch.from_numpy(values)
+    layer(x)
+    values[:] = 1
+    assert torch.equal(layer(x), layer(torch.ones(4, WIDTH)))
 
 
 def test_the_conv1d_of_gpt2_is_a_linear_layer_with_a_transposed_weight():
