@@ -27,6 +27,8 @@ STANDARD_ERRORS = 1.96
 PER_BYTE = ("bits_per_byte", "byte_perplexity")
 COLUMNS = 3
 MOST_PANELS = 30
+SHOWN = 8
+"""Most steps in a note."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ def evaluate_over_time(
         names |= dict.fromkeys(known)
     saved = newest.config.checkpoint.every_steps
     there = {step_of(path) for path in step_folders(folder / "checkpoints")}
-    deleted = [step for step in range(saved, max(there, default=0), saved) if step not in there] if saved else []
+    last = max(there - {step_of(path) for path in damaged}, default=0)
+    deleted = [step for step in range(saved, last, saved) if step not in there] if saved else []
     data = newest.config.data
     tokens = data.global_batch_size * data.sequence_length
     metrics = _on_same_data(folder, names, [*evaluated, *skipped])
@@ -174,7 +177,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _listed(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps))
+    if len(steps) <= SHOWN:
+        return ", ".join(map(str, steps))
+    return f"{', '.join(map(str, steps[: SHOWN - 1]))}, ..., {steps[-1]} ({len(steps)} in all)"
 
 
 def trend_table(trend: Trend) -> Table:

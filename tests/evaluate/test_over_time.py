@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import lightning_llm
 from lightning_llm.__main__ import main
 from lightning_llm.cli import evaluate as verb
+from lightning_llm.evaluate.over_time import Trend
 from lightning_llm.evaluate.validation import standard_errors
 from lightning_llm.tracking.evaluations import read_evaluations
 from lightning_llm.tracking.files import read_records
@@ -77,8 +79,15 @@ def test_deleted_and_damaged_checkpoints_are_named(run, capsys):
     assert "deleted by retention, so not evaluated: steps 2" in said
     assert [each["step"] for each in found["steps"]] == [2, 4]  # its results are still there
     shutil.copytree(run / "checkpoints" / "step=4", run / "checkpoints" / "step=3")
-    _, said = over_time(capsys, run, expect=2)
+    (run / "checkpoints" / "step=99").mkdir()
+    found, said = over_time(capsys, run, expect=2)
     assert "step=3" in said
+    assert found["deleted"] == [2]  # the steps up to 99 were never saved
+
+
+def test_notes_name_few_steps():
+    trend = Trend(Path(), 1, (), {}, (), (), tuple(range(100, 100_000, 100)), {})
+    assert "steps 100, 200, 300, 400, 500, 600, 700, ..., 99900 (999 in all)." in trend.notes[0]
 
 
 @pytest.mark.full
