@@ -227,7 +227,7 @@ def _table(format: str, address: str, values: Mapping[str, Sequence[Any] | np.nd
 def _values(column: Any) -> Sequence[Any] | np.ndarray:
     """Return the values of a column: an array if all are numbers, so that millions of points take no time."""
     if isinstance(column, np.ma.MaskedArray) and column.dtype.kind in "iuf":
-        column = column.astype(np.float64).filled(math.nan)
+        column = np.ma.filled(column.astype(np.float64), math.nan)
     if hasattr(column, "detach"):  # a tensor, which may need a gradient or have a dtype that numpy lacks
         column = column.detach().double().cpu().numpy()
     found = np.asarray(column) if hasattr(column, "dtype") else None
