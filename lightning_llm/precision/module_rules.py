@@ -3,9 +3,9 @@
 The linears of experts have a name together, `..experts.gate_proj`, and one each, `..experts.3.gate_proj`; an expert
 follows the rules of both.
 
-In this order: a layer outside the blocks stays high; so does one in the first or last blocks that `modules` keeps high,
-one that `exclude` matches, and one that `include` does not. Every other layer has the casts of the first rule in
-`modules.casts` that fits it, or else the recipe's own.
+In this order, a layer stays unquantized if it is outside the blocks, if it is in one of the first or last blocks that
+`modules` keeps, if `exclude` matches it, or if `include` does not. Every other layer has the casts of the first rule in
+`modules.casts` that matches it, or else the recipe's own.
 """
 
 import math
@@ -129,14 +129,14 @@ def block_of(name: str) -> int | None:
 
 
 def _ends(rules: ModuleRules, num_layers: int) -> Iterator[tuple[str, int | None, float | None, int]]:
-    """Yield (end, count, fraction, blocks) for "first" and "last": how many blocks stay high there, by which key."""
+    """Yield (end, count, fraction, unquantized blocks) for the ends "first" and "last" of the model."""
     for end in ("first", "last"):
         count, fraction = (getattr(rules, f"{end}_{kind}_high_precision") for kind in ("blocks", "fraction"))
         yield end, count, fraction, blocks_of(count, fraction, num_layers)
 
 
 def _key_of_end(end: str, count: int | None, fraction: float | None, blocks: int, num_layers: int) -> str:
-    """Return the key that keeps `blocks` blocks high, with its value."""
+    """Return the key that keeps `blocks` blocks unquantized, with its value."""
     if fraction is None:
         return f"modules.{end}_blocks_high_precision={count}"
     return f"modules.{end}_fraction_high_precision={fraction:g}: {blocks} of {num_layers} blocks"

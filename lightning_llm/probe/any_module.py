@@ -73,7 +73,7 @@ def probe_module(
     clock = _clock_of(root)
     problems = [Problem("batches", "is empty. Give at least one batch.")] if not found else []
     if isinstance(keys, bool) or not isinstance(keys, int) or keys < 1:
-        problems.append(Problem("keys", "must be an integer from 1 on.", repr(keys)))
+        problems.append(Problem("keys", "must be an integer of at least 1.", repr(keys)))
     if loss is None and not all(isinstance(each, Mapping) for each in found):
         kinds = type(next(each for each in found if not isinstance(each, Mapping))).__name__
         text = f"must be given for batches of {kinds}: loss=lambda module, batch: ... returns the mean loss of a batch."

@@ -111,7 +111,7 @@ def test_batches_with_labels_need_no_loss():
         ({"module": Model()}, r"^module: has no quantized layer. Call quantize"),
         ({"batches": []}, r"^batches: is empty"),
         ({"loss": None}, r"^loss: must be given for batches of Tensor"),
-        ({"keys": 0}, r"^keys=0: must be an integer from 1 on"),
+        ({"keys": 0}, r"^keys=0: must be an integer of at least 1"),
         ({"loss": lambda model, tokens: 1.0}, r"^loss: must return one number that depends"),
     ],
 )

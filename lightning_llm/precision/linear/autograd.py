@@ -185,8 +185,8 @@ def quantized_linear(
 class Layer(Protocol):
     """Interface of a quantized linear layer that `operator` reads."""
 
-    def call_now(self, keys: Tensor | None, device: torch.device, high: bool, observed: bool) -> LinearCall:
-        """Return the layer's current plan with `keys` and its state on `device`; `high`: a call without casts."""
+    def call_now(self, keys: Tensor | None, device: torch.device, unquantized: bool, observed: bool) -> LinearCall:
+        """Return the layer's current plan with `keys` and its state on `device`; `unquantized`: without casts."""
         ...
 
     @property
@@ -212,14 +212,14 @@ def number(layer: Layer) -> Tensor:
 
 
 def operator(
-    x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor | None, layer: Tensor, high: bool, records: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor | None, layer: Tensor, unquantized: bool, records: bool
 ) -> Tensor:
     """Custom operator for compiled blocks: return x W^T + b [..., N] with the current casts of a layer.
 
     `x` [..., K], `weight` W [N, K], `bias` b [N]. `layer`: the layer's `number`. `keys`: int64 [KEY_COUNT] or None.
-    `high`: without casts. `records`: record amaxes for delayed scales.
+    `unquantized`: without casts. `records`: record amaxes for delayed scales.
     """
-    y: Tensor = _forward(x, weight, bias, keys, layer, high, records)
+    y: Tensor = _forward(x, weight, bias, keys, layer, unquantized, records)
     return y
 
 
@@ -227,12 +227,12 @@ def operator(
 # result is always used, and no two calls are equal, because each layer has a number.
 @torch.library.custom_op("lightning_llm::quantized_linear", mutates_args=())
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor | None, layer: Tensor, high: bool, records: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor | None, layer: Tensor, unquantized: bool, records: bool
 ) -> Tensor:
     its = _layers[int(layer)]
     with _as_in_a_function():
         # A recomputation records the same amax again, which changes nothing; it is not to be observed again.
-        call = its.call_now(keys, x.device, high, observed=not in_backward())
+        call = its.call_now(keys, x.device, unquantized, observed=not in_backward())
         flat = x.detach().reshape(-1, x.shape[-1])  # [M, K]
         y = forward(call, flat, weight.detach(), bias, its.recorder if records else None)  # [M, N]
         return y.reshape(*x.shape[:-1], weight.shape[0])
@@ -241,13 +241,13 @@ def _forward(
 @torch.library.custom_op("lightning_llm::quantized_linear_backward", mutates_args=())
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor | None, layer: Tensor,
-    high: bool, records: bool, needs_dx: bool, needs_dw: bool,
+    unquantized: bool, records: bool, needs_dx: bool, needs_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     its = _layers[int(layer)]
     if its.clock is not None:
         its.clock.backward_runs()
     with _as_in_a_function():
-        call = its.call_now(keys, x.device, high, observed=True)
+        call = its.call_now(keys, x.device, unquantized, observed=True)
         wanted = NeededGradients(needs_dx, needs_dw, None if bias is None else bias.dtype)
         rows, flat = dy.reshape(-1, dy.shape[-1]), x.detach().reshape(-1, x.shape[-1])  # [M, N], [M, K]
         record = its.recorder if records else None
@@ -264,7 +264,7 @@ def _given(made: tuple[Tensor | None, ...], x: Tensor) -> tuple[Tensor, Tensor, 
 
 @_forward.register_fake
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor | None, layer: Tensor, high: bool, records: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor | None, layer: Tensor, unquantized: bool, records: bool
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
@@ -272,20 +272,20 @@ def _(
 @_backward.register_fake
 def _(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor | None, layer: Tensor,
-    high: bool, records: bool, needs_dx: bool, needs_dw: bool,
+    unquantized: bool, records: bool, needs_dx: bool, needs_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx, dw = x.new_empty(x.shape) if needs_dx else None, weight.new_empty(weight.shape) if needs_dw else None
     return _given((dx, dw, None if bias is None else bias.new_empty(bias.shape)), x)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, keys, layer, ctx.high, ctx.records = inputs
+    x, weight, bias, keys, layer, ctx.unquantized, ctx.records = inputs
     ctx.save_for_backward(x, weight, bias, keys, layer)
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs_dx, needs_dw, needs_dbias = ctx.needs_input_grad[:3]
-    dx, dw, dbias = _backward(dy, *ctx.saved_tensors, ctx.high, ctx.records, needs_dx, needs_dw)
+    dx, dw, dbias = _backward(dy, *ctx.saved_tensors, ctx.unquantized, ctx.records, needs_dx, needs_dw)
     gradients = (dx if needs_dx else None, dw if needs_dw else None, dbias if needs_dbias else None)
     return *gradients, None, None, None, None
 

@@ -135,13 +135,13 @@ class QuantizedLinear(nn.Linear):
         with torch.autocast(device, enabled=False):
             return self.multiply(x, weight, bias)
 
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, high: bool = False) -> Tensor:
-        records = self.training and torch.is_grad_enabled() and not high
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, unquantized: bool = False) -> Tensor:
+        records = self.training and torch.is_grad_enabled() and not unquantized
         if torch.compiler.is_compiling():
-            return autograd.operator(x, weight, bias, self._keys_on(x.device), self._number, high, records)
+            return autograd.operator(x, weight, bias, self._keys_on(x.device), self._number, unquantized, records)
         if self.clock is not None and autograd.in_backward():
             self.clock.backward_runs()
-        call = self.call_now(self._keys_on(x.device), x.device, high)
+        call = self.call_now(self._keys_on(x.device), x.device, unquantized)
         recorder = self.recorder if records else None
         clock = None if self.clock is None else self.clock.backward_runs
         return quantized_linear(x, weight, bias, call.plan, call.keys, call.scales, recorder, clock)
@@ -170,19 +170,19 @@ class QuantizedLinear(nn.Linear):
         if self.plan.weight_casts is not None:
             self.plan.weight_casts.check_unquantized()
         if x.dtype == torch.float16 and x.device.type == "cpu":  # where an fp16 GEMM crawls, and is emulated
-            return self._multiply(x, weight, bias, high=True)
+            return self._multiply(x, weight, bias, unquantized=True)
         if self.plan.wgrad_dtype is not None:
             return linear_with_unrounded_wgrad(x, weight, bias)
         return linear(x, weight.to(x.dtype), bias)
 
     def call_now(
-        self, keys: Tensor | None, device: torch.device, high: bool = False, observed: bool = True
+        self, keys: Tensor | None, device: torch.device, unquantized: bool = False, observed: bool = True
     ) -> LinearCall:
-        """Return the layer's current plan with `keys` and its delayed scales; `high`: a call without casts.
+        """Return the layer's current plan with `keys` and its delayed scales; `unquantized`: a call without casts.
 
         Delayed scales that do not exist yet start at 1 on `device`. `observed`: casts are reported to `observe`.
         """
-        if high:
+        if unquantized:
             return LinearCall(replace(self.plan, casts=UNQUANTIZED_CASTS), None, None)
         if self.plan.delayed_casts():
             self.materialise_state(device)

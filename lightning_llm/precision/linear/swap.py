@@ -99,7 +99,7 @@ def swap_linears(
     first = recipe.at(0, 1)  # the casts of the first step
     emulate = recipe.compute_dtype == "fp16" and device_type == "cpu"
     casts = slots_of(PrecisionConfig(name="high", compute_dtype=recipe.compute_dtype))
-    high = LinearPlan(casts, backend, fixed=True, wgrad_dtype=wgrad_dtype_of(recipe))
+    unquantized = LinearPlan(casts, backend, fixed=True, wgrad_dtype=wgrad_dtype_of(recipe))
     kinds = nn.Linear | GroupedLinear
     linears = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     experts = {name: module.groups for name, module in linears.items() if isinstance(module, GroupedLinear)}
@@ -117,7 +117,7 @@ def swap_linears(
                 _replace(model, name, QuantizedGroupedLinear(name, module, plans, multiple))
         elif reasons[name] is None or emulate:
             rule = rule_in_effect(name, first, num_layers)
-            plan = LinearPlan.from_recipe(first, backend, rule) if reasons[name] is None else high
+            plan = LinearPlan.from_recipe(first, backend, rule) if reasons[name] is None else unquantized
             made = _native(name, module, plan, sharded) if native else QuantizedLinear(name, module, plan)
             _replace(model, name, made)
     if recipe.wgrad_dtype is not None:

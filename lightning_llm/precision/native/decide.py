@@ -248,8 +248,8 @@ def decide(
     """
     if recipe.compute_dtype == "fp16" and here.compute_capability is None:
         software = "on a CPU fp16 is a format, and GEMMs run in fp32"
-        high = recipe.model_copy(update={"compute_dtype": "bf16"})
-        decision = decide(high, here, widths, shared, further) if recipe.quantizes else Decision("emulated")
+        in_bf16 = recipe.model_copy(update={"compute_dtype": "bf16"})
+        decision = decide(in_bf16, here, widths, shared, further) if recipe.quantizes else Decision("emulated")
         why = decision.problems or (Problem("precision.backend", software),)
         return replace(decision, problems=why, software=software)
     if not recipe.quantizes:
