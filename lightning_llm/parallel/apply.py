@@ -1,6 +1,6 @@
 """Parallelize a model: the single place that fixes the order of all transformations of a bare model.
 
-Activation checkpointing and torch.compile of single blocks are here, the other transformations in modules of their own.
+Activation checkpointing and torch.compile of single blocks are here, the other transformations in other modules.
 Every rank initializes only its own shards, from the meta device to memory, so no rank ever holds a whole copy
 (`materialise`).
 """

@@ -32,7 +32,7 @@ WITHOUT_ENDS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """Which linear layers of a module a recipe quantizes. `reasons`: {name: why it is skipped, None if quantized}.
+    """The linear layers of a module that a recipe quantizes. `reasons`: {name: why it is skipped, None if quantized}.
 
     `recipe`: without rules for first and last blocks if there are none. `places`: names of the layers as rules of the
     recipe see them, "layers.INDEX.REST"; `on_fast_paths`: layers that nn.TransformerEncoderLayer reads in evaluation
@@ -87,7 +87,7 @@ def choose(
     named_blocks: str | Sequence[str] | None,
     max_steps: int | None,
 ) -> Choice:
-    """Return which linear layers of `root` the `recipe` quantizes, and why others are skipped.
+    """Return the linear layers of `root` that `recipe` quantizes, and why others are skipped.
 
     `keep`, `named_blocks`, `max_steps`: the arguments `keep`, `blocks` and `max_steps` of `quantize`.
 
@@ -125,7 +125,7 @@ def choose(
 def _own_reasons(
     root: nn.Module, linears: Sequence[FoundLinear], blocks: Blocks, keep: Sequence[str]
 ) -> tuple[dict[str, str | None], dict[str, str]]:
-    """Return why layers are skipped whatever the recipe, and the places of the others in the blocks, by name."""
+    """Return why layers are skipped under every recipe, and the places of the others in the blocks, by name."""
     reasons: dict[str, str | None] = {}
     places: dict[str, str] = {}
     tied = _tied(root)
@@ -205,7 +205,7 @@ def _kind(name: str) -> str:
 
 
 def _kinds(linears: Sequence[FoundLinear]) -> str:
-    """Return the names of the layers, block numbers as `*` if the rest of the names tells the layers apart."""
+    """Return the names of the layers, block numbers as `*` if the rest of the names distinguishes the layers."""
     kinds = list(dict.fromkeys(_kind(linear.name) or "the module itself" for linear in linears))
     if not any(re.search(r"[^*.]", kind) for kind in kinds):  # numbers alone, as in nn.Sequential
         kinds = [linear.name for linear in linears]

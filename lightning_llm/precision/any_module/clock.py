@@ -3,7 +3,7 @@
 A micro-batch ends with its backward pass, a step with `optimizer.step()`, also if GradScaler skips the update. So a
 loop needs no further calls, and the keys are those of `train`.
 Nothing here is part of a compiled graph: layers report a backward pass where their operators run, and the hook on the
-module only tells validation from training.
+module only distinguishes validation from training.
 """
 
 import copy
@@ -30,7 +30,7 @@ class StepClock:
 
     `micro_batch` is the number of this rank's micro-batch, from 0 in each step. If no optimizer is attached, the first
     optimizer that steps a parameter of the module is attached. If the training loop calls `go_to` instead, it counts
-    itself. A copy of the module gets a clock of its own, which starts without an optimizer.
+    itself. A copy of the module gets its own clock, which starts without an optimizer.
     """
 
     def __init__(

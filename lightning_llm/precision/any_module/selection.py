@@ -156,7 +156,7 @@ class Blocks:
 
     @property
     def text(self) -> str:
-        """Where the blocks are, e.g. "model.layers (12 blocks)"."""
+        """Text on the place of the blocks, e.g. "model.layers (12 blocks)"."""
         if not self.paths:
             return "none (there is no ModuleList)"
         named = (f"{path or 'the module itself'} ({size})" for path, size in zip(self.paths, self.sizes, strict=True))

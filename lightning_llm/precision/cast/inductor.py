@@ -32,7 +32,7 @@ if torch.__version__ < TorchVersion("2.13"):
 P = ParamSpec("P")
 R = TypeVar("R")
 Backend = Literal["eager", "compiled", "shapes"]
-"""How casts run; "shapes": not at all, their results are allocated but not computed (see `only_shapes`)."""
+"""Ways to run casts; "shapes": not at all, their results are allocated but not computed (see `only_shapes`)."""
 
 
 # Said of a cast that reads fp16 and gives codes in bf16. All between is fp32, and its bits are those of eager (tests).

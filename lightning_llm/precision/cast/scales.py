@@ -58,7 +58,7 @@ def whole_axes(shape: tuple[int, int], x: Tensor) -> tuple[int, int]:
 
 
 def check_blocked(x: Tensor, shape: BlockShape) -> None:
-    """Raise ValueError if `x` is not `blocked` to `shape`. The check also tells a compiler the sizes of blocks."""
+    """Raise ValueError if `x` is not `blocked` to `shape`. From the check a compiler also knows the sizes of blocks."""
     if shape is None or 0 in shape:
         return
     found = tuple(x.shape[axis] for axis in axes_within(shape))
@@ -110,7 +110,7 @@ def divide(numerator: float, denominator: Tensor) -> Tensor:
     """Return the correctly rounded fp32 quotient of two fp32 numbers, in eager and compiled code.
 
     torch's scalar / tensor is a reciprocal times a scalar, and fp32 division in a Triton kernel is div.full.f32, up to
-    2 ulp off, unless a flag says otherwise; in fp64 both divide as IEEE 754 does. Rounding twice does no harm: it is
+    2 ulp off, unless a flag prevents it; in fp64 both divide as IEEE 754 does. Rounding twice does no harm: it is
     innocuous for quotients where the wider format has at least 2 p + 2 bits (Figueroa, "When is double rounding
     innocuous?", SIGNUM Newsletter 30(3), 1995), and 53 >= 2 x 24 + 2. Below fp32's normal range a result has q < 24
     bits: a quotient n / d that is no midpoint m of two such is |n - m d| / (m d) > 2^-(q + 25) of m from it, which is
@@ -273,7 +273,7 @@ class BlocksToScale(NamedTuple):
     def from_amax(self, power_of_two: bool) -> Scaled:
         """Return scales with the multiplier largest number / amax, of the tensor or of each block.
 
-        `power_of_two`: round the multiplier down to a power of two, whose inverse then stays exact in the operand.
+        `power_of_two`: round the multiplier down to a power of two. Its inverse is exact in the operand.
         """
         tensor = self.shape is None
         amax = self.tensor_amax() if tensor else self.block_amax()

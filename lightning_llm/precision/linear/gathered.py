@@ -73,7 +73,7 @@ class GatheredWeight(WeightCasts):
         shape = block_shape(cast.block, 1)
         if shape is None or self.amax is None:
             return scales.scale(shard, cast, 1, self.amax, delayed)
-        # The amax of each block stands for the block; it is a number of the shard's dtype.
+        # The amax of each block represents the block; it is a number of the shard's dtype.
         return scales.scale_blocks(self.amax.to(shard.dtype)[:, None, :, None], cast, shape)
 
     def codes(self, shard: Tensor, cast: CastConfig, scaled: Scaled, row: int) -> Tensor:

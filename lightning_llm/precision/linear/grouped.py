@@ -75,7 +75,7 @@ class QuantizedGroupedLinear(GroupedLinear):
         return super().train(mode)
 
     def _materialise_state(self, device: torch.device) -> None:
-        """Start the delayed scales of all experts: every rank reduces the same amaxes, whoever got tokens."""
+        """Start the delayed scales of all experts: every rank reduces the same amaxes, with or without tokens."""
         for expert in self.experts:
             if expert.plan.delayed_casts():
                 expert.materialise_state(device)

@@ -191,7 +191,7 @@ def shared_problems(native: NativeRecipe, shared: Mapping[str, str]) -> list[Pro
 
 @dataclass(frozen=True)
 class Decision:
-    """How a recipe's quantized GEMMs run on one machine (`runs`), and why not natively (`problems`, empty if native).
+    """Decision on a recipe's quantized GEMMs on a machine: how they run (`runs`), why not natively (`problems`).
 
     `software`: why unquantized GEMMs are emulated as well, None if they are not.
     """
