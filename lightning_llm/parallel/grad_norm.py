@@ -83,7 +83,8 @@ def _is_counted(parameter: nn.Parameter, layout: Layout) -> bool:
     """
     if is_tp_shard(parameter) or is_ep_shard(parameter):
         return True
-    return layout.coordinates.tp == 0 and ("ep" not in _sharing_groups(layout) or layout.group("ep").rank() == 0)
+    group = layout.group("ep") if "ep" in _sharing_groups(layout) else None
+    return layout.coordinates.tp == 0 and (group is None or group.rank() == 0)
 
 
 def _sharing_groups(layout: Layout) -> list[str]:

@@ -139,7 +139,8 @@ def _divided(parameter: nn.Parameter) -> int:
     """Return the number of ranks that hold different experts of `parameter`, 1 if it has none."""
     if not (isinstance(parameter, DTensor) and is_ep_shard(parameter)):
         return 1
-    return parameter.device_mesh.size(parameter.device_mesh.mesh_dim_names.index("ep"))
+    axes = parameter.device_mesh.mesh_dim_names or ()
+    return parameter.device_mesh.size(axes.index("ep"))
 
 
 def _size(region: Region) -> int:
