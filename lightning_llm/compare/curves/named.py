@@ -64,7 +64,7 @@ def _first(folder: Path) -> Path | None:
 
 
 def real_path(address: str) -> str:
-    """Return the absolute path without symbolic links; also of a loop of links or a home that do not exist."""
+    """Return the absolute path without symbolic links. Links in a loop and unknown homes stay as they are."""
     return os.path.realpath(os.path.expanduser(address))
 
 

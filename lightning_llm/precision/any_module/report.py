@@ -166,7 +166,8 @@ class QuantizeReport:
         nested = _scales_by_layer(state)
         others = sorted(set(nested) - {layer.name for layer in quantized_layers(self._module())})
         if others:
-            text = f"has scales of layers that are not quantized here: {', '.join(map(repr, others[:SHOWN]))}."
+            named = ", ".join(map(repr, others[:SHOWN]))
+            text = f"has scales of layers that are not quantized here: {named}. Quantize them, or remove these entries."
             raise ConfigError(Problem("state", text))
         load_delayed_state(self._module(), nested)
         clock.restore(state["step"])
