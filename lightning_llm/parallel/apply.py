@@ -7,6 +7,7 @@ Every rank initializes only its own shards, from the meta device to memory, so n
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -80,6 +81,8 @@ def apply_parallel(
     rank, one in total without a pipeline. With a pipeline, `model` keeps only this rank's part.
     """
     model.to(DTYPES[precision.master_dtype])
+    if (codes := precision.gradient_reduction) is not None:
+        layout = replace(layout, gradient_cast=codes.cast)
     syncs = []
     for stage in split_stages(model, layout):
         for axis in axes_on_ranks(layout):

@@ -8,9 +8,10 @@ from torch import nn
 
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.axis import AxisOnRanks, Reduction
+from lightning_llm.parallel.coded_sums import scatter_of
 from lightning_llm.parallel.ep import is_ep_shard
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.tree import tree_all_reduce
+from lightning_llm.parallel.tree import all_reduce_by, tree_reduce_scatter
 
 
 class Replicas(AxisOnRanks):
@@ -22,8 +23,8 @@ class Replicas(AxisOnRanks):
         self.multiple = group.size() if self._sums else 1
 
     def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
-        subtrees = self.layout.subtrees(self.name)
-        summed = (partial(tree_all_reduce, group=self.group, subtrees=subtrees),) if self._sums else ()
-        group = self.layout.expert_group(self.name)
-        of_experts = (partial(tree_all_reduce, group=group, subtrees=None),) if self._sums and group else ()
+        scatter = scatter_of(self.layout, self.name)
+        summed = (partial(all_reduce_by, group=self.group, scatter=scatter),) if self._sums else ()
+        group, of_one_stage = self.layout.expert_group(self.name), partial(tree_reduce_scatter, subtrees=None)
+        of_experts = (partial(all_reduce_by, group=group, scatter=of_one_stage),) if self._sums and group else ()
         return lambda parameter: of_experts if is_ep_shard(parameter) else summed

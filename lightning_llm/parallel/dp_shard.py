@@ -12,6 +12,7 @@ the whole weight, or to a block of which several ranks may have rows, so ranks r
 before its first forward pass.
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,10 +25,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.linalg.tensors import local
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.parallel.coded_sums import scatter_of
 from lightning_llm.parallel.ep import DividedExperts, divided_experts
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.torch_private import flattened, fsdp_parameters, keeping_version, side_by_side
-from lightning_llm.parallel.tree import TreeReduceScatter
+from lightning_llm.parallel.tree import TreeReduceScatter, tree_reduce_scatter
 from lightning_llm.plan.degrees import replica_axes, shard_axes
 from lightning_llm.precision.cast.scales import Scaled
 from lightning_llm.precision.linear.gathered import GatheredWeight
@@ -79,8 +81,9 @@ def shard_decoder(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if layout.tree:
-            subtrees = None if isinstance(module, DividedExperts) else layout.subtrees(*shard_axes())
-            scatters.append(TreeReduceScatter(subtrees))
+            divided = isinstance(module, DividedExperts)  # summed in one stage
+            scatter = partial(tree_reduce_scatter, subtrees=None) if divided else scatter_of(layout, *shard_axes())
+            scatters.append(TreeReduceScatter(scatter))
             own: Any = scatters[-1]
             module.set_custom_reduce_scatter(own)  # FSDP2 declares an abstract class, and calls these two methods
     return scatters

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_llm.config.schema import AlgorithmConfig, ParallelConfig
+from lightning_llm.config.schema.casts import CastConfig
 from lightning_llm.parallel.process_group import join_process_group
 from lightning_llm.parallel.torch_private import all_gather, flattened, set_timeout
 from lightning_llm.parallel.tree import Subtrees
@@ -44,6 +45,8 @@ class Layout:
     """With expert parallelism: the ranks by "dp_replicate", "dp_shard" and "ep" of experts (`Degrees.of_experts`)."""
     left_out: tuple[str, ...] = ()
     """Data-parallel axes over which the training algorithm does not sum gradients (`AlgorithmConfig.summed_axes`)."""
+    gradient_cast: CastConfig | None = None
+    """Cast of gradients that ranks send to be summed (`precision.gradient_reduction`)."""
     machines: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
     """{axes: mesh that splits their groups by machine}, for tree sums within machines first, then between them."""
     made_later: dict[str, dist.ProcessGroup] = field(default_factory=dict, compare=False, repr=False)

@@ -6,7 +6,7 @@ ranks. A rank keeps its partial sums like the digits of a binary counter: n cons
 log2(n) buffers in addition to the current one, where a plain running sum needs none.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,11 @@ from torch import Tensor
 from lightning_llm.parallel.torch_private import all_gather
 
 Node = list[Tensor]
+Scatter = Callable[[Tensor, dist.ProcessGroup], Generator[dist.Work, None, Tensor]]
+"""Of a tensor [ranks * n], which may be written to: this rank's part [n] of its sum over the group.
+
+Yields each collective after starting it; resume after waiting for it.
+"""
 
 
 class Subtrees(NamedTuple):
@@ -64,9 +69,9 @@ class TreeReduceScatter:
     which the caller drops (ZeRO-1 reduces once per step). The next call without `hold` adds all kept inputs to its own.
     """
 
-    def __init__(self, subtrees: Subtrees | None = None) -> None:
+    def __init__(self, scatter: Scatter) -> None:
         self.hold = False
-        self.subtrees = subtrees
+        self._scatter = scatter
         self._kept = TreeSum()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -87,7 +92,7 @@ class TreeReduceScatter:
             output_tensor.zero_()
             return
         self._kept.close([input_tensor])
-        output_tensor.copy_(_ended(tree_reduce_scatter(input_tensor, group, self.subtrees)))
+        output_tensor.copy_(_ended(self._scatter(input_tensor, group)))
 
 
 def tree_reduce_scatter(
@@ -113,14 +118,12 @@ def tree_reduce_scatter(
     return sum_rows(received.view(nodes, -1))
 
 
-def tree_all_reduce(
-    tensor: Tensor, group: dist.ProcessGroup, subtrees: Subtrees | None
-) -> Generator[dist.Work, None, None]:
-    """Replace `tensor` [ranks * n] by its tree sum over `group`: a reduce-scatter and an all-gather, as a ring does it.
+def all_reduce_by(tensor: Tensor, group: dist.ProcessGroup, scatter: Scatter) -> Generator[dist.Work, None, None]:
+    """Replace `tensor` [ranks * n] by its sum over `group`: `scatter` and an all-gather, as a ring does it.
 
     Yields each collective after starting it; resume after waiting for it.
     """
-    part = (yield from tree_reduce_scatter(tensor, group, subtrees)).clone()  # frees the receive buffer
+    part = (yield from scatter(tensor, group)).to(tensor.dtype, copy=True)  # frees the receive buffer
     yield all_gather(tensor, part, group=group, async_op=True)
 
 

@@ -19,6 +19,7 @@ from lightning_llm.plan.checkpoints import retention_problems
 from lightning_llm.plan.cluster import cluster_rules
 from lightning_llm.plan.degrees import Degrees, checkpointing_problems, fit_problems
 from lightning_llm.plan.divisibility import sharding_problems
+from lightning_llm.plan.gradient_codes import gradient_reduction_problems
 from lightning_llm.plan.memory.buffers import parameter_gather_problems, weight_cast_problems
 from lightning_llm.plan.resolve import DerivedConfig, Plan, compiler_failure, uncompiled_part
 from lightning_llm.plan.teachers import teacher_problems
@@ -105,6 +106,7 @@ def _layout_rules(derived: DerivedConfig) -> list[Rule]:
         lambda: _update_problems(config, derived.likely_degrees),
         lambda: _native_problems(derived),
         lambda: parameter_gather_problems(derived),
+        lambda: gradient_reduction_problems(derived),
         lambda: weight_cast_problems(derived),
         lambda: _compiler_problems(config, derived.likely_degrees),
     ]

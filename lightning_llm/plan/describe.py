@@ -105,6 +105,8 @@ def difference_to_one_rank(plan: Plan) -> str | None:
         return f"compiled blocks round differently if FSDP2 gathers weights in {config.precision.gather_dtype}"
     if degrees.pp > 1 and config.model.tie_embeddings:
         return "the gradients of the tied embedding are summed over micro-batches on two stages, then added"
+    if config.precision.gradient_reduction is not None and degrees.dp > 1:
+        return "precision.gradient_reduction rounds each rank's gradients before they are summed"
     if parallel.reduction == "native" and degrees.dp * plan.micro_batches > 1:
         return "parallel.reduction=native sums ranks in the library's order, and micro-batches one after another"
     if degrees.dp > 1 and config.precision.updates_every_micro_batch:

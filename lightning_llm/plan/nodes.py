@@ -99,7 +99,8 @@ def with_reduction(config: Config, degrees: Degrees) -> Config:
     run = config.model_copy(update={"cluster": None})
     dearer = tree_factor(run, degrees, "all_to_all") > 1 or tree_buffers(micro_batches_per_rank(run, degrees)) > 0
     crosses = degrees.dp > 1 and data_parallel_nodes(run, degrees) > 1
-    chosen = "native" if crosses and dearer else "tree"
+    coded = config.precision.gradient_reduction is not None  # which the library cannot sum
+    chosen = "native" if crosses and dearer and not coded else "tree"
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"reduction": chosen})})
 
 
@@ -136,6 +137,9 @@ def reduction_note(config: Config, degrees: Degrees) -> str | None:
     much = "as much" if times == "1" else f"{times} times as much"
     machines = f"{nodes} machines of {per_node} ranks{' (assumed)' if nodes_are_assumed(config) else ''}"
     how = _stages_note(config, degrees)
+    if (sent := config.precision.gradient_reduction) is not None:
+        codes = f"{sent.format} codes of {sent.cast.stored_bits:.4g} bits with scales (precision.gradient_reduction)"
+        return f"note   gradients are summed over {machines}, sent in one stage as {codes}"
     if config.parallel.reduction == "native":
         waiting = tree_buffers(micro_batches_per_rank(config, degrees))
         kept = f", and keep {waiting} partial sum{'s' if waiting > 1 else ''}" if waiting else ""

@@ -54,6 +54,7 @@ def precision_facts(
         "compute_dtype": recipe.compute_dtype,
         "master_dtype": recipe.master_dtype,
         **({"update": recipe.update.model_dump()} if recipe.update.rounding != "even" else {}),
+        **({"gradient_reduction": recipe.gradient_reduction.model_dump()} if recipe.gradient_reduction else {}),
         "main_grad_dtype": recipe.main_grad_dtype,
         "reduce_dtype": recipe.reduce_dtype,
         "wgrad_dtype": recipe.wgrad_dtype or recipe.compute_dtype,
@@ -120,6 +121,8 @@ def precision_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     name = facts["name"] + (counts.suffix if counts else "")
     rows = [("precision", f"{name} ({facts['recipe_hash']}), {dtypes}{rules}")]
     rows += [("  runs", f"{facts['runs']}: {facts['reason']}"), *_layer_rows(facts), *_slot_rows(facts["slots"])]
+    if "gradient_reduction" in facts:
+        rows.append(("  between ranks", f"gradients as {_pairs(facts['gradient_reduction'])}"))
     for number, rule in enumerate(facts["module_casts"]):
         source = f", the slots of {rule['recipe']}" if rule["recipe"] else ""
         text = f"modules.casts.{number} ({_pairs(rule['for'])}){source}: {len(rule['layers'])} layers, "

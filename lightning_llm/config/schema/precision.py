@@ -18,7 +18,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from lightning_llm.base.registry import NameIn
 from lightning_llm.config.schema.base import Group, PositiveFloat, PositiveInt
+from lightning_llm.config.schema.cast_kinds import SCALES
 from lightning_llm.config.schema.casts import (
     SLOTS,
     UNQUANTIZED,
@@ -133,6 +135,26 @@ class OptimizerHints(Group):
     beta2: float | None = Field(None, gt=0, lt=1, description="replaces optim.beta2; null: keep")
 
 
+class GradientCodesConfig(Group):
+    """Codes in which data-parallel ranks send gradients to be summed."""
+
+    format: Format = Field(description="format of the codes: one of 4 or 8 bits")
+    block: Block = Field("1x128", description="consecutive elements that share a scale, 1xN")
+    scale: Annotated[Scale, NameIn(SCALES)] = Field(
+        "power_of_two", description="kind of the scale, one that follows from the block alone"
+    )
+
+    @property
+    def cast(self) -> CastConfig:
+        """The same as a cast."""
+        return CastConfig(format=self.format, block=self.block, scale=self.scale)
+
+    @model_validator(mode="after")
+    def _is_a_cast(self) -> Self:
+        _ = self.cast
+        return self
+
+
 class UpdateConfig(Group):
     """`precision.update`: rounding of updated master weights."""
 
@@ -168,6 +190,11 @@ class PrecisionConfig(Group):
     parameter_gather: Literal["high", "quantised"] = Field(
         "high",
         description="format of gathered shards: high: compute_dtype; quantised: FP8 codes, with the same bits",
+    )
+    gradient_reduction: GradientCodesConfig | None = Field(
+        None,
+        description="codes in which ranks send gradients to be summed; null: sent in reduce_dtype",
+        exclude_if=lambda codes: codes is None,  # recipes from before the key keep their hash
     )
     keep_weight_casts: bool | None = Field(
         None,

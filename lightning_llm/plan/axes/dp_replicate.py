@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, ClassVar
 
 from lightning_llm.plan.axes.axis import Dimension, MeshAxis
+from lightning_llm.plan.gradient_codes import scatter_kind, scattered_bytes
 from lightning_llm.plan.memory.units import sums_in_tree
 from lightning_llm.plan.nodes import TREE_SCATTER
 
@@ -20,6 +21,12 @@ class ReplicaAxis(MeshAxis):
     def add_sent(self, sent: "Sent", step: "RankStep") -> None:
         """Add the all-reduce of gradients; in tree order, its two halves: a reduce-scatter and an all-gather."""
         if self.name not in step.summed_axes:
+            return
+        if step.config.precision.gradient_reduction is not None:
+            replicas = step.degrees.ranks(self.name)
+            part = -(-step.units.shard(step.shard_ranks) // replicas)
+            sent[scatter_kind(step.config), self.name] += scattered_bytes(step.config, part) * (replicas - 1)
+            sent["all_gather", self.name] += step.gradient_bytes * (replicas - 1) // replicas
             return
         summed = {self.name: step.gradient_bytes}
         if step.units.experts:

@@ -8,8 +8,8 @@ from lightning_llm.config.schema import Config
 from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.axes.axis import AXES, Dimension, MeshAxis
 from lightning_llm.plan.degrees import Degrees, shard_axes
-from lightning_llm.plan.memory.units import Unit, sums_in_tree, uses_fsdp
-from lightning_llm.plan.nodes import TREE_SCATTER
+from lightning_llm.plan.gradient_codes import scatter_kind, scattered_bytes
+from lightning_llm.plan.memory.units import Unit, uses_fsdp
 
 if TYPE_CHECKING:
     from lightning_llm.plan.traffic import RankStep, Sent
@@ -55,8 +55,9 @@ class ShardAxis(MeshAxis):
             if of_tensors > step.small_bytes:
                 sent["all_reduce", "tp"] += 2 * (of_tensors * (width - 1) // width)
         times = step.micro_batches if parallel.zero_stage >= 2 else 1
-        scatter = TREE_SCATTER if sums_in_tree(parallel) else "reduce_scatter"
-        sent[scatter, shards] += times * step.gradient_bytes * (ranks - 1)
+        scatter = scatter_kind(step.config)
+        scattered = sum(scattered_bytes(step.config, unit.shard(ranks)) for unit in units.dense())
+        sent[scatter, shards] += times * scattered * (ranks - 1)
         if units.experts:
             sent[scatter, "edp"] += times * step.expert_gradient_bytes * (max(1, ranks // degrees.ranks("ep")) - 1)
 

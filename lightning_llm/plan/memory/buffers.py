@@ -17,6 +17,7 @@ from lightning_llm.model.structure import block_linears, linear_names
 from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.degrees import Degrees, replica_axes
 from lightning_llm.plan.divisibility import SHARD_AXES
+from lightning_llm.plan.gradient_codes import scattered_bytes
 from lightning_llm.plan.memory.accounting import OURS, Accounting
 from lightning_llm.plan.memory.activations import code_bits, on_gpu, recomputed_layers
 from lightning_llm.plan.memory.units import Unit, Units, shard_ranks, sums_in_tree, units_of, uses_fsdp
@@ -307,14 +308,24 @@ def communication_bytes(config: Config, units: Units, degrees: Degrees) -> int:
     """
     gradient, ranks = DTYPE_BYTES[config.precision.main_grad_dtype], shard_ranks(config.parallel, degrees)
     fsdp = uses_fsdp(config.parallel, degrees)
-    largest = 2 * gradient * max(unit.whole(ranks) for unit in units.each()) if fsdp else 0
+    largest = max(_reduced_bytes(config, unit, ranks) for unit in units.each()) if fsdp else 0
     shared = degrees.sequence > 1 and not fsdp
     tensors = [gradient * shard.elements for shard in units.shards(ranks)]
     held = [largest, bucket_bytes(sum(tensors), max(tensors), shared, 1)]
     for axis in replica_axes() if sums_in_tree(config.parallel) else ():
-        together = ranks_together(degrees, (axis,), ranks_per_node(config))
+        coded = config.precision.gradient_reduction is not None  # takes less than a bucket's bytes, and one stage
+        together = 1 if coded else ranks_together(degrees, (axis,), ranks_per_node(config))
         held.append(bucket_bytes(sum(tensors), max(tensors), shared, degrees.ranks(axis), together))
     return max(held)
+
+
+def _reduced_bytes(config: Config, unit: Unit, ranks: int) -> int:
+    """Return the bytes of the gradients of `unit` while they are scattered: to send, received, and summed codes."""
+    gradient = DTYPE_BYTES[config.precision.main_grad_dtype] * unit.whole(ranks)
+    if config.precision.gradient_reduction is None:
+        return 2 * gradient
+    shard = unit.shard(ranks)
+    return gradient + 2 * ranks * scattered_bytes(config, shard) + 4 * shard
 
 
 def bucket_bytes(total: int, largest: int, shared: bool, replicas: int, together: int = 1) -> int:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from lightning_llm.model.spec import LinearSpec, Size, hidden
 from lightning_llm.model.structure import norm_of
 from lightning_llm.optim.kinds import DTYPE_BYTES
+from lightning_llm.plan.gradient_codes import scatter_kind, scattered_bytes
 from lightning_llm.plan.memory.activations import loss_chunks, recomputed_layers
 from lightning_llm.plan.memory.buffers import gathered_units
 from lightning_llm.plan.memory.units import Unit, reduces_once, shard_ranks, sums_in_tree, uses_fsdp
-from lightning_llm.plan.nodes import TREE_SCATTER
 from lightning_llm.plan.stages import StagePart
 from lightning_llm.plan.time.operations import Cost, Operations, Passes
 from lightning_llm.plan.traffic import Sent, shards
@@ -177,12 +177,11 @@ def _item(operations: Operations, passes: Passes, unit: Unit) -> Item:
     gradient, master = DTYPE_BYTES[recipe.main_grad_dtype], DTYPE_BYTES[recipe.master_dtype]
     gathered = unit.gathered_bytes(ranks * unit.ep, width)
     gather = operations.links.seconds("all_gather", axes, gathered * (ranks - 1))
-    kind = TREE_SCATTER if sums_in_tree(config.parallel) else "reduce_scatter"
-    reduction = operations.links.seconds(kind, axes, gradient * shard * (ranks - 1))
+    reduction = operations.links.seconds(scatter_kind(config), axes, scattered_bytes(config, shard) * (ranks - 1))
     written = (width + 1) * unit.code_bytes(ranks)  # codes are converted to numbers
     copied_in = operations.memory(master * shard + gathered + (2 * gathered + written) * ranks, 2)
     copied_out = operations.memory((width + gradient) * shard * ranks + 3 * gradient * shard, 2)
-    if kind == TREE_SCATTER:  # and the sum of the received parts
+    if sums_in_tree(config.parallel):  # and the sum of the received parts
         copied_out += operations.memory(3 * gradient * shard * (ranks - 1), max(1, ranks.bit_length() - 1))
     return Item(passes, gather, reduction, copies=Passes(copied_in, copied_out))
 
@@ -249,11 +248,10 @@ def _sent_gathers(operations: Operations, part: StagePart) -> Cost:
 def _sent_backward(operations: Operations, part: StagePart, gathers: bool, reduces: bool) -> Cost:
     config, degrees = operations.config, operations.degrees
     units, ranks = gathered_units(config, [part], degrees), shard_ranks(config.parallel, degrees)
-    kind = TREE_SCATTER if sums_in_tree(config.parallel) else "reduce_scatter"
-    gradient = DTYPE_BYTES[config.precision.main_grad_dtype]
     sent = _gathered(operations, units.of_blocks()) if gathers else Counter()
     for unit in units.each() if reduces else ():
-        sent[kind, _axes_of(unit)] += gradient * unit.shard(ranks) * (unit.over(ranks) - 1)
+        scattered = scattered_bytes(config, unit.shard(ranks))
+        sent[scatter_kind(config), _axes_of(unit)] += scattered * (unit.over(ranks) - 1)
     return Cost(sent=sent)
 
 

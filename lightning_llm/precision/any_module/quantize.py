@@ -244,6 +244,8 @@ def _notes(choice: Choice, how: _How) -> tuple[str, ...]:
         notes.append(f"the recipe sets the optimizer's {named}, which the training loop does")
     if recipe.update.rounding != "even":
         notes.append(f"the recipe rounds updated weights by {recipe.update.rounding}, which the optimizer must do")
+    if recipe.gradient_reduction is not None:
+        notes.append("the recipe sends gradients between ranks as codes, which the training loop does")
     wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.master_dtype]
     others = {linear.module.weight.dtype for linear in choice.quantized} - {wanted}
     if others:
