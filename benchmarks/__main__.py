@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import (
+    casts,
     checkpoint,
     checkpoint_stall,
     health,
@@ -52,6 +53,7 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
     "roofline_60m": partial(roofline.measure, LARGE),
     "roofline_1024": partial(roofline.measure, LONG),
     "precision": precision.measure,
+    "casts": casts.measure,
     "weight_casts": weight_casts.measure,
     "health": health.measure,
     "checkpoint": checkpoint.measure,

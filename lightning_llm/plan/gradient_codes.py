@@ -54,7 +54,7 @@ def gradient_reduction_problems(derived: "DerivedConfig") -> list[Problem]:
 
 
 def _cast_problems(cast: CastConfig) -> Iterator[Problem]:
-    if not cast.quantises:
+    if not cast.quantizes:
         yield Problem(f"{KEY}.format", "is high. Set a format such as e4m3, or gradient_reduction to null.")
         return
     bits, size, kind = cast.number_format.code_bits, cast.block_size, cast.scale_kind

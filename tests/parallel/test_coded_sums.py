@@ -1,4 +1,4 @@
-"""Gradients sent as codes: messages against `quantise`, sums of ranks against NumPy, bytes against the plan."""
+"""Gradients sent as codes: messages against `quantize`, sums of ranks against NumPy, bytes against the plan."""
 
 from unittest.mock import patch
 
@@ -18,7 +18,7 @@ from lightning_llm.plan.gradient_codes import message_bytes
 from lightning_llm.plan.memory.units import units_of
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
-from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.cast.quantize import quantize
 from tests.parallel.test_bytes import measured, words_of
 from tests.parallel.test_tree import by_definition
 from tests.parallel.traced_run import traced_run
@@ -49,7 +49,7 @@ def test_messages_are_the_cast_gradients_summed_by_the_tree(format, block, scale
     cast = CastConfig(format=format, block=block, scale=scale)
     for ranks, elements in ((2, 1), (3, 300), (5, 1024)):
         x = gradients(ranks, elements)
-        expected = by_definition([quantise(row[None], cast).dequantised[0] for row in x])
+        expected = by_definition([quantize(row[None], cast).dequantized[0] for row in x])
         with patch.object(coded_sums, "ELEMENTS_AT_ONCE", 256):  # several pieces, the last one shorter
             messages = torch.stack([encode_message(row, cast) for row in x])
             assert torch.equal(sum_messages(messages, elements, cast), expected)
@@ -111,7 +111,7 @@ def test_ranks_sum_what_the_codes_stand_for(layout, turns, ranks, matrix_run):
 
 @pytest.mark.parametrize("layout", ["zero3", pytest.param("ddp", marks=FULL), pytest.param("zero1", marks=FULL)])
 def test_a_quarter_of_the_bytes_is_sent_and_planned(layout, ranks, small_run, tmp_path):
-    words = words_of(layout, "auto", "fp32", "data.sequence_length=64", "trainer.devices=2", "data.global_batch_size=4")
+    words = words_of(layout, "tree", "fp32", "data.sequence_length=64", "trainer.devices=2", "data.global_batch_size=4")
     config = compose_config(small_run(tmp_path, *words, CODES))
     sent, _, _ = ranks(2).call(measured, config)
     planned = bytes_sent(plan_of(config))

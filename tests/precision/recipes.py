@@ -14,7 +14,7 @@ RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 ALIKE = (
     "mxfp4_sr_fp8", "mxfp4_sr_norht", "mxfp4_rht_rne", "nvfp4_all_blocks", "fp16_mxfp8_hybrid", "fp8_rowwise_gw_hp",
-    "fp8_subchannel_ue8m0", "fp8_mlp", "int8_rowwise", "mxfp6", "mxfp8_wgrad_hp", "mxfp8_bwd_dequantized",
+    "fp8_subchannel_ue8m0", "fp8_mlp", "fp8_unit", "int8_rowwise", "mxfp6", "mxfp8_wgrad_hp", "mxfp8_bwd_dequantized",
     "mxfp8_bwd_high_fwd", "mxfp8_fwd_nvfp4_bwd", "nvfp4_bwd_dequantized", "nvfp4_1d_weight", "nvfp4_late_bf16_fwd",
     "fp4_all_the_way", "tetrajet_v2",
 )  # fmt: skip

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from lightning_llm.__main__ import main
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
+from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.quantize import quantize
 from lightning_llm.precision.linear.autograd import quantized_linear
 from lightning_llm.precision.linear.grouped import row_multiple
@@ -80,6 +81,8 @@ GRID = {"mantissa": 1, "min_exponent": 0, "max_exponent": 2}
     ({"format": "e2m1", "block": "1x16", "scale": "two_level_e4m3", "scale_max": 1e-30}, r"or equal to 1 "),
     ({"format": "e2m1", "block": "1x16", "scale": "two_level_e4m3", "candidates": {"factors": [1.0, 1e30]}},
      r"less than or equal to 8"),
+    ({"format": "e2m1", "block": "1x16", "scale": "two_level_e4m3", "candidates": {"factors": [1.0, 1.5, 1.0]}},
+     r"factors=\[1.0, 1.5, 1.0\]: must differ"),
     ({"format": "e2m1", "clip_gradient": True, "gradient": "clip_mask"}, r"clip_gradient needs scale: quest"),
 ])  # fmt: skip
 def test_spellings_that_mean_nothing_are_refused(keys, message):
@@ -184,3 +187,16 @@ def test_experts_of_one_scale_per_row_need_no_padding():
     casts = dict.fromkeys(("fprop.x", "dgrad.dy", "wgrad.dy", "wgrad.x"), cast_of(format="int8", block="row"))
     assert row_multiple([casts]) == 1
     assert row_multiple([casts | {"wgrad.x": cast_of(format="int8", block="1x48")}]) == 48
+
+
+@pytest.mark.parametrize("scale", ["fp32", "power_of_two", "e8m0_ceil", "e8m0_floor", "unit"])
+def test_clip_mask_is_zero_for_clipped_elements_alone(scale):
+    """The largest element of a block is scaled to the largest number, or a rounding beyond it, and is not clipped."""
+    x = (600 * torch.randn(64, 64, generator=torch.Generator().manual_seed(2))).bfloat16()
+    cast = cast_of(format="e4m3", scale=scale, block="tensor" if scale == "unit" else "1x32", gradient="clip_mask")
+    amax = x.double().reshape(64, 2, 32).abs().amax(2).repeat_interleave(32, 1)
+    scaled = {"unit": x.double(), "e8m0_floor": x.double() / 2.0 ** (amax.log2().floor() - 8)}.get(scale)
+    clipped = torch.zeros_like(x, dtype=torch.bool) if scaled is None else scaled.abs() > 448
+    inside = inductor.operand(x, cast, 1, "eager").inside
+    assert torch.equal(inside == 0, clipped)
+    assert clipped.any() == (scaled is not None)

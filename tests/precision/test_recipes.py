@@ -15,7 +15,7 @@ SHIPPED = (
     "fp32 bf16 bf16_true fp16 fp8_delayed fp8_delayed_micro_batch fp8_current fp8_current_e4m3 fp8_subchannel "
     "fp8_subchannel_fp32scales mxfp8 mxfp8_ocp nvfp4 nvfp4_all_blocks mxfp4_sr mxfp4_sr_fp8 mxfp4_rne mxfp4_sr_norht "
     "mxfp4_rht_rne quartet fp16_mxfp8 fp16_mxfp8_hybrid bf16_kahan bf16_sr fp8_rowwise fp8_rowwise_gw_hp "
-    "fp8_subchannel_ue8m0 fp8_mlp int8_rowwise mxfp6 mxfp8_wgrad_hp mxfp8_bwd_dequantized mxfp8_bwd_high_fwd "
+    "fp8_subchannel_ue8m0 fp8_mlp fp8_unit int8_rowwise mxfp6 mxfp8_wgrad_hp mxfp8_bwd_dequantized mxfp8_bwd_high_fwd "
     "mxfp8_fwd_nvfp4_bwd nvfp4_fwd_mxfp8_bwd nvfp4_bwd_dequantized nvfp4_1d_weight nvfp4_4over6 nvfp4_late_bf16_fwd "
     "fp4_all_the_way tetrajet_v2 quartet_ii nvfp4_qat"
 )

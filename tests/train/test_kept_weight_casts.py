@@ -49,7 +49,7 @@ EXPECTED = {
     "fp8_current": 1, "fp8_current_e4m3": 1, "fp8_delayed": 1, "fp8_delayed_micro_batch": 0, "fp8_subchannel": 1,
     "fp8_subchannel_fp32scales": 2, "mxfp8": 2, "mxfp8_ocp": 2, "fp16_mxfp8": 2, "fp16_mxfp8_hybrid": 2, "nvfp4": 1,
     "nvfp4_all_blocks": 1, "mxfp4_rne": 1, "mxfp4_rht_rne": 0, "mxfp4_sr": 0, "mxfp4_sr_norht": 0, "mxfp4_sr_fp8": 1,
-    "quartet": 1, "fp4_all_the_way": 2, "fp8_mlp": 1, "fp8_rowwise": 2, "fp8_rowwise_gw_hp": 2,
+    "quartet": 1, "fp4_all_the_way": 2, "fp8_mlp": 1, "fp8_unit": 1, "fp8_rowwise": 2, "fp8_rowwise_gw_hp": 2,
     "fp8_subchannel_ue8m0": 1, "int8_rowwise": 2, "mxfp6": 2, "mxfp8_bwd_dequantized": 1, "mxfp8_bwd_high_fwd": 1,
     "mxfp8_fwd_nvfp4_bwd": 2, "mxfp8_wgrad_hp": 2, "nvfp4_1d_weight": 2, "nvfp4_4over6": 1, "nvfp4_bwd_dequantized": 1,
     "nvfp4_fwd_mxfp8_bwd": 2, "nvfp4_late_bf16_fwd": 1, "nvfp4_qat": 1, "quartet_ii": 1, "tetrajet_v2": 1,

@@ -145,6 +145,12 @@ class CandidatesConfig(Group):
         (1.0, 1.5), description="factors of the block's scale; of equal errors the first wins"
     )
 
+    @model_validator(mode="after")
+    def _differ(self) -> Self:
+        if len(set(self.factors)) < len(self.factors):
+            raise ValueError(f"factors={list(self.factors)}: must differ, because equal scales have equal errors")
+        return self
+
 
 class CastConfig(Group):
     """Quantization of one operand of one GEMM. Blocks are along the contraction axis (1x32: 32 elements of it)."""
@@ -200,7 +206,7 @@ class CastConfig(Group):
     clip_gradient: bool = Field(False, description="fprop only: no gradient for elements that were clipped")
     gradient: Annotated[str, NameIn(GRADIENTS)] = Field(
         "straight_through",
-        description="fprop only: derivative of the cast; clip_gradient: true is clip_mask",
+        description="fprop only: derivative of the cast; clip_gradient: true is quartet_mask",
         exclude_if=lambda rule: rule == "straight_through",  # recipes from before the key keep their hash
     )
     amax_scope: Literal["logical", "shard"] = Field(
@@ -231,7 +237,7 @@ class CastConfig(Group):
     @property
     def gradient_kind(self) -> GradientKind:
         """The registered gradient rule, which declares and computes the derivative of the cast."""
-        return GRADIENTS.instance("clip_mask" if self.clip_gradient else self.gradient)
+        return GRADIENTS.instance("quartet_mask" if self.clip_gradient else self.gradient)
 
     @property
     def needs_tensor_amax(self) -> bool:
@@ -309,7 +315,7 @@ class CastConfig(Group):
             clipping = " or ".join(name for name in SCALES if SCALES[name].clips)
             raise ValueError(f"clip_gradient needs scale: {clipping}, which clips on purpose")
         if self.clip_gradient and self.gradient != "straight_through":
-            raise ValueError(f"clip_gradient: true is gradient: clip_mask, and gradient is {self.gradient}. Set one")
+            raise ValueError(f"clip_gradient: true is gradient: quartet_mask, and gradient is {self.gradient}. Set one")
         return self
 
 

@@ -126,10 +126,26 @@ class StraightThrough(GradientKind):
 
 @GRADIENTS.register
 class ClipMask(GradientKind):
-    """Gradient mask: 0 for elements at or beyond the format's largest number, else 1 (Quartet, arXiv 2505.14669)."""
+    """0 for clipped elements.
+
+    A multiplier takes amax to the largest number within two roundings of fp32: such an element is not clipped.
+    """
 
     name: Literal["clip_mask"] = "clip_mask"
-    meaning: ClassVar[str] = "1 where the scaled element is below the largest number, 0 from there on"
+    meaning: ClassVar[str] = "1 up to the largest number, 0 for scaled elements beyond it, which were clipped"
+
+    def factor(self, elements: "Tensor", fmt: NumberFormat) -> "Tensor":
+        import torch
+
+        return torch.where(elements.abs() <= fmt.max * (1 + 2.0**-22), 1.0, 0.0)
+
+
+@GRADIENTS.register
+class QuartetMask(GradientKind):
+    """0 for clipped elements and for those at the largest number (Quartet's kernel, arXiv 2505.14669)."""
+
+    name: Literal["quartet_mask"] = "quartet_mask"
+    meaning: ClassVar[str] = "1 below the largest number, 0 from there on (Quartet)"
 
     def factor(self, elements: "Tensor", fmt: NumberFormat) -> "Tensor":
         import torch
