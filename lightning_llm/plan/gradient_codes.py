@@ -73,7 +73,7 @@ def _layout_problems(derived: "DerivedConfig") -> Iterator[Problem]:
     config, degrees, parallel = derived.config, derived.likely_degrees, derived.config.parallel
     layouts = "Use ddp, zero1, zero2 or zero3 over several ranks, or set null"
     summed = [axis for axis in AXES.cutting("data") if degrees.ranks(axis) > 1]
-    others = [axis for axis in AXES if degrees.ranks(axis) > 1 and axis not in summed]
+    others = [axis for axis in (*AXES, *AXES.folded) if degrees.ranks(axis) > 1 and axis not in summed]
     if not summed:
         text = f"is set, and parallel={parallel.name} has one data-parallel rank, which sends none"
         yield Problem(KEY, f"{text}. {layouts}.")

@@ -133,6 +133,7 @@ def test_a_quarter_of_the_bytes_is_sent_and_planned(layout, ranks, small_run, tm
         ("fsdp_tp", {}, "tp=2 cuts"),
         ("fsdp_cp", {}, "cp=2 cuts"),
         ("pp", {}, "pp=4 cuts"),
+        ("zero2 parallel.ep=2 model=moe_tiny", {}, "ep=2 cuts"),
         ("zero1", {"format": "e2m3"}, r"precision.gradient_reduction.format=e2m3: must have codes of 4 or 8 bits"),
         ("zero1", {"block": "128x128"}, "precision.gradient_reduction.block=128x128: "),
         ("zero1", {"block": "1x16", "format": "e2m1", "scale": "two_level_e4m3"}, "scale=two_level_e4m3: "),
@@ -142,9 +143,9 @@ def test_a_quarter_of_the_bytes_is_sent_and_planned(layout, ranks, small_run, tm
 def test_what_cannot_be_summed_from_codes_is_refused(layout, cast, key):
     values = {"format": "e4m3", "block": "1x128", "scale": "e8m0_ceil"} | cast
     given = ", ".join(f"{name}: {value}" for name, value in values.items())
-    words = [f"parallel={layout}", f"trainer.devices={1 if layout == 'single' else 4}"]
+    words = [*f"model=llama_tiny parallel={layout}".split(), f"trainer.devices={1 if layout == 'single' else 4}"]
     with pytest.raises(ConfigError, match=key):
-        check_config(compose_config(["model=llama_tiny", *words, f"precision.gradient_reduction={{{given}}}"]))
+        check_config(compose_config([*words, f"precision.gradient_reduction={{{given}}}"]))
 
 
 def test_native_sums_are_refused_and_auto_takes_the_tree():
