@@ -40,6 +40,7 @@ import docstring_tables  # noqa: E402
 import ladder_tables  # noqa: E402
 import measured_tables  # noqa: E402
 import plan_tables  # noqa: E402
+import recipe_tables  # noqa: E402
 import reference_tables  # noqa: E402
 
 README = DOCS.parent / "README.md"
@@ -349,6 +350,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "methods": methods,
     "verdict-power": verdict_power,
     **ladder_tables.SECTIONS,
+    **recipe_tables.SECTIONS,
     **reference_tables.SECTIONS,
     **plan_tables.SECTIONS,
     **code_tables.SECTIONS,

@@ -1,9 +1,9 @@
 """Sums of gradients over ranks that are sent as codes: `precision.gradient_reduction`.
 
-A message is what one rank sends to another: its gradients of the other's part, cast in blocks of consecutive elements,
-as the blocks' scales and then the codes. The receiver adds the decoded messages of all ranks, its own included, in fp32
-and in the order of the tree (`parallel.tree`), so every rank's sum is rounded to codes once and nothing else is. In
-place of the scale of a block with Inf or NaN there is NaN, so an overflow is not lost in a saturating cast.
+A message contains a rank's gradients of another rank's part, cast in blocks of consecutive elements: first the scales,
+then the codes. The receiver adds the decoded messages of all ranks, its own included, in fp32 and in the order of the
+tree (`parallel.tree`), so every rank's sum is rounded to codes once and nothing else is. In place of the scale of a
+block with Inf or NaN there is NaN, so an overflow is not lost in a saturating cast.
 """
 
 from collections.abc import Generator

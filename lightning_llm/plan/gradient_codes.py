@@ -62,7 +62,7 @@ def _cast_problems(cast: CastConfig) -> Iterator[Problem]:
         text = f"must have codes of 4 or 8 bits, which fill bytes, and has {bits}. Use e4m3, e5m2, e2m1, int8 or int4."
         yield Problem(f"{KEY}.format", text, cast.format)
     if size is None or size[0] != 1 or size[1] == 0 or size[1] % 2:
-        text = "must be 1xN with an even N: consecutive elements of what one rank sends to another. Use e.g. 1x128."
+        text = "must be 1xN with an even N: blocks of consecutive elements. Use e.g. 1x128."
         yield Problem(f"{KEY}.block", text, cast.block)
     elif not (kind.from_block_amax or kind.shares_exponent):
         text = "must follow from the block alone. Use fp32, power_of_two, e8m0_ceil, e8m0_floor or e8m0_even."

@@ -146,7 +146,7 @@ class GradientCodesConfig(Group):
 
     @property
     def cast(self) -> CastConfig:
-        """The same as a cast."""
+        """These codes as a cast."""
         return CastConfig(format=self.format, block=self.block, scale=self.scale)
 
     @model_validator(mode="after")
