@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-27-cpu-precision_2026.json"
-"""The keys `KEPT` of the verdicts in compare.json."""
-KEPT = ("name", "verdict", "gap", "ci", "pairs", "margin", "effective_data", "gap_high_precision", "look")
+"""The most important keys of the verdicts in compare.json."""
 
 
 def verdicts() -> str:
