@@ -79,10 +79,13 @@ class Recipes:
         quantized = [each.quantization.recipe for each in models if each.quantization.recipe.quantizes]
         self.recipe: PrecisionConfig = (quantized or [models[0].quantization.recipe])[0]
 
-    def begin_validation_batch(self, model: nn.Module, step: int, index: int) -> None:
-        """Set the key of each model's random bits as in that model's own training run."""
+    def begin_validation_batch(self, model: nn.Module, step: int, index: int, at_once: Sequence[int] = ()) -> None:
+        """Set the key of each model's random bits as in that model's own training run.
+
+        `at_once`: see `Quantization.begin_micro_batch`.
+        """
         for each in self.models:
-            each.quantization.begin_validation_batch(each.model, each.step, index)
+            each.quantization.begin_validation_batch(each.model, each.step, index, at_once)
 
     @contextmanager
     def high_precision(self, model: nn.Module) -> Iterator[None]:
