@@ -79,8 +79,11 @@ def _asked(arguments: argparse.Namespace) -> tuple[Config, list[Threshold]]:
 
 
 def _short_problems(thresholds: list[Threshold]) -> list[Problem]:
-    text = "is not measured with --short. Remove --short or this threshold."
-    return [Problem(OPTION, f"{each.name} {text}") for each in thresholds if each.name in NOT_IN_SHORT]
+    return [
+        Problem(OPTION, f"{each.name} is not measured with --short. Remove --short or this threshold.")
+        for each in thresholds
+        if each.name in NOT_IN_SHORT
+    ]
 
 
 def _options(arguments: argparse.Namespace) -> list[str]:

@@ -60,8 +60,8 @@ def allow_open_files(locks: int) -> None:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        text = f"{locks} jobs at a time need {wanted} open files, and this machine allows {hard} (ulimit -Hn)."
-        raise ConfigError(Problem("launcher", f"{text} Split the sweep, or raise the limit."))
+        needs = f"waiting for {locks} jobs needs {wanted} open files, and this machine allows {hard} (ulimit -Hn)."
+        raise ConfigError(Problem("launcher", f"{needs} Split the sweep, or raise the limit."))
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

@@ -153,23 +153,23 @@ def parameter_gather_problems(derived: DerivedConfig) -> list[Problem]:
     config, recipe = derived.config, derived.config.precision
     if recipe.parameter_gather == "high":
         return []
-    texts = []
+    reasons = []
     if config.parallel.zero_stage == 0:
         layouts = "zero1, zero2, zero3, hsdp or another with parallel.zero_stage above 0"
-        texts.append(f"is quantised, and parallel={config.parallel.name} shards no weights. Use {layouts}")
+        reasons.append(f"parallel={config.parallel.name} shards no weights. Use {layouts}")
     layers = layers_of_casts(linear_names(config.model), recipe, config.model.num_layers)
     sets = {key: casts for key, casts in recipe.cast_sets().items() if layers[key]}
     cast = {key: casts for key, casts in sets.items() if any(casts[slot].quantizes for slot in WEIGHT_SLOTS)}
     if not cast:
-        texts.append("is quantised, and the recipe casts no weights. Use e.g. precision=fp8_current, or set high")
+        reasons.append("the recipe casts no weights. Use e.g. precision=fp8_current, or set high")
     for key, casts in cast.items():
         if (reason := why_not_codes(casts)) is not None:
             where = f"{key}." if key else ""
-            texts.append(f"is quantised, and precision.{where}{reason}. Set high, or choose other casts")
+            reasons.append(f"precision.{where}{reason}. Set high, or choose other casts")
     if cast and derived.decision.runs == "native":
-        text = "is quantised, and Transformer Engine casts weights itself, from compute_dtype"
-        texts.append(f"{text}. Set high, or precision.backend=emulated")
-    return [Problem(GATHER_KEY, f"{text}.") for text in texts]
+        reason = "Transformer Engine casts weights itself, from compute_dtype"
+        reasons.append(f"{reason}. Set high, or precision.backend=emulated")
+    return [Problem(GATHER_KEY, f"is quantised, and {reason}.") for reason in reasons]
 
 
 def gathered_units(config: Config, parts: list[StagePart], degrees: Degrees) -> Units:
