@@ -17,4 +17,16 @@ REASONS: tuple[tuple[str, str, str], ...] = (
         "parameters it would be 1.29, and matrix products are 70 % of a step (`roofline_60m`): the rest saves too "
         "little.",
     ),
+    (
+        "casts",
+        "two candidates*",
+        "Every element is rounded once per candidate, and the errors of a block are added one by one in Transformer "
+        "Engine's order, to the same bits, which compilers do not vectorize.",
+    ),
+    (
+        "casts",
+        "eden*",
+        "Beside the rounding, two sums over each rotation group and a second rounding of the scales, which no other "
+        "kind has.",
+    ),
 )
