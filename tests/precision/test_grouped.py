@@ -169,3 +169,19 @@ def test_an_expert_that_does_not_exist_is_named_with_those_that_do(words):
     config = compose_config(["model=moe_tiny", "precision=mxfp8", *words])
     with pytest.raises(ConfigError, match=r"which names expert 8, and there are 8 experts\. Use 0 to 7\."):
         check_config(config)
+
+
+def test_experts_record_amaxes_after_a_validation():
+    """Lightning sets the mode of each module by its attribute then, and the layers of experts are no modules of it."""
+    linear = GroupedLinear(2, 32, 32)
+    nn.init.normal_(linear.weight)
+    plan = LinearPlan.from_recipe(recipe_of("fp8_delayed"), "eager")
+    layer = QuantizedGroupedLinear("layers.0.up_proj", linear, [plan] * 2, 1)
+    x, groups = torch.randn(4, 32, dtype=torch.bfloat16), Groups(torch.tensor([4, 0]), 4)
+    layer.eval()
+    layer(x, groups)
+    assert layer.experts[0].amax_history is not None
+    assert layer.experts[0].amax_history[0, 0] == 0
+    layer.training = True
+    layer(x, groups)
+    assert layer.experts[0].amax_history[0, 0] == x.abs().max()

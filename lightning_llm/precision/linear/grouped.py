@@ -53,8 +53,9 @@ class QuantizedGroupedLinear(GroupedLinear):
         made = []
         for number, (rows, weight) in enumerate(zip(x.split(counts), weights, strict=True), start=first):
             if len(rows):
-                with self.experts[number].keys_of(sender):
-                    made.append(self.experts[number](rows, partial(_multiplied, weight=weight)))
+                expert = self._in_mode(number)
+                with expert.keys_of(sender):
+                    made.append(expert(rows, partial(_multiplied, weight=weight)))
         return torch.cat(made) if made else x.new_zeros(0, self.out_features)
 
     def dtype_on_use(self, dtype: torch.dtype) -> torch.dtype:
@@ -65,7 +66,7 @@ class QuantizedGroupedLinear(GroupedLinear):
         """Return `[M, N]`, the product of `x` `[M, K]` and the weight of local expert `group`."""
         self._materialise_state(x.device)
         weight = local(self.weight).narrow(0, group * self.out_features, self.out_features)
-        y: Tensor = self.experts[group](x, partial(_multiplied, weight=weight))
+        y: Tensor = self._in_mode(group)(x, partial(_multiplied, weight=weight))
         return y
 
     def train(self, mode: bool = True) -> Self:
@@ -73,6 +74,15 @@ class QuantizedGroupedLinear(GroupedLinear):
         for expert in self.experts:
             expert.train(mode)
         return super().train(mode)
+
+    def _in_mode(self, number: int) -> QuantizedLinear:
+        """Return the layer of expert `number`, in training mode if this module is.
+
+        Lightning restores the mode after a validation by the attribute of each registered module, not by `train`.
+        """
+        expert = self.experts[number]
+        expert.training = self.training
+        return expert
 
     def _materialise_state(self, device: torch.device) -> None:
         """Start the delayed scales of all experts: every rank reduces the same amaxes, with or without tokens."""
