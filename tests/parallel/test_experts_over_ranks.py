@@ -16,6 +16,10 @@ MOE = [
     "model=moe_tiny", "model.num_layers=2", "model.layers=[attention, moe]", f"{BLOCK}.ffn_hidden_size=32",
     f"{BLOCK}.balance_loss=0.1", f"{BLOCK}.shared_experts=1", f"{BLOCK}.router.bias_update_rate=0.01",
 ]  # fmt: skip
+LATENT = [
+    "model.blocks.moe.mixer={kind: mla, q_rank: 64, kv_rank: 96, nope_dim: 16, rope_dim: 32, value_dim: 32}",
+    "model.layers=[moe]",
+]
 EQUAL = [
     (Case("zero3", 2, 4, "fp8_delayed", "full"), []),
     (Case("pp", 2, 4, "bf16", "selective"), []),
@@ -27,6 +31,7 @@ EQUAL = [
         for precision in ("fp32", "bf16", "nvfp4", "mxfp4_sr")
     ),
     pytest.param(Case("pp_interleaved", 2, 4, "bf16"), ["model.num_layers=4"], marks=pytest.mark.full),
+    *(pytest.param(Case(layout, 2, 4, "mxfp8"), LATENT, marks=pytest.mark.full) for layout in ("zero3", "pp")),
 ]
 
 
