@@ -52,16 +52,6 @@ def test_a_margin_in_tokens_can_be_declared_on_the_command_line(monkeypatch, tmp
     assert f"at three lengths have {3 * len(plan['axes']['precision']) * 3})" in " ".join(SEQUENTIAL.split())
 
 
-def test_the_measured_sweep_has_the_token_counts_its_margin_needs(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
-    (command,) = (each for each in COMMANDS if "sweep.margin=5%" in each)
-    assert main(["plan", "sweep.max_seeds=4", "--json", *shlex.split(command)[2:]]) == 0  # the look that decided
-    words = [job["words"] for job in json.loads(capsys.readouterr().out)["jobs"]]
-    lengths = [word for each in words for word in each if word.startswith("trainer.max_steps")]
-    assert sorted(set(lengths)) == ["trainer.max_steps=256", "trainer.max_steps=64"]
-    assert len(words) == 20  # one of them was not run: mxfp8 was decided after three seeds
-
-
 def test_the_reference_lists_every_key_that_is_no_confounder():
     named = set(re.findall(r"`([\w.*]+)`", REFERENCE))
     groups = {"model.name", "data.name", "parallel.name", "precision.name", "trainer.name"}
