@@ -31,8 +31,9 @@ class _Watch:
     stages in their order, then order of execution), layer and kind (22 bits).
     """
 
-    def __init__(self, micro_batches: list[int], stages: int):
-        self.micro_batches, self.stages = micro_batches, stages
+    def __init__(self, micro_batches: list[int], at_once: list[list[int]], stages: int):
+        """`micro_batches`: global indices of this rank's. `at_once`: `Layout.micro_batches_at_once`."""
+        self.micro_batches, self.at_once, self.stages = micro_batches, at_once, stages
         self.current = dict.fromkeys(range(stages), -1)
         self.seen: Counter[tuple[int, int, bool]] = Counter()
         self.first = NOWHERE
@@ -42,25 +43,28 @@ class _Watch:
         backward."""
         self.current[stage] += 1
 
-    def look(self, stage: int, micro_batch: int, layer: int, kind: int, tensor: Tensor | None) -> None:
-        """Check one tensor of this rank's micro-batch number `micro_batch`."""
+    def look(self, stage: int, micro_batch: int, layer: int, kind: int, tensor: Tensor | None, index: int) -> None:
+        """Check one tensor of global micro-batch `index`, made during this rank's micro-batch number `micro_batch`."""
         backward = kind == len(TENSORS) - 1
         self.seen[stage, micro_batch, backward] += 1
         if tensor is None or bool(torch.isfinite(local(tensor)).all()):
             return
         reached = self.stages - 1 - stage if backward else stage
         order = (backward << 21) | (reached << 13) | min(self.seen[stage, micro_batch, backward], (1 << 13) - 1)
-        key = (self.micro_batches[micro_batch] << 44) | (order << 22) | (layer * len(TENSORS) + kind)
+        key = (index << 44) | (order << 22) | (layer * len(TENSORS) + kind)
         self.first = min(self.first, key)
 
-    def after_forward(self, stage: int, layer: int, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def after_forward(self, stage: int, layer: int, module: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Check the operands of a linear layer's GEMMs, in order of execution."""
         micro_batch = self.current[stage]
-        self.look(stage, micro_batch, layer, 0, inputs[0].detach())
-        self.look(stage, micro_batch, layer, 1, module.weight.detach())
-        self.look(stage, micro_batch, layer, 2, output.detach())
+        index = self.micro_batches[micro_batch]
+        if isinstance(module, GroupedLinear) and self.at_once[micro_batch]:  # rows are of the micro-batch of a sender
+            index = self.at_once[micro_batch][inputs[-1]]
+        self.look(stage, micro_batch, layer, 0, inputs[0].detach(), index)
+        self.look(stage, micro_batch, layer, 1, module.weight.detach(), index)
+        self.look(stage, micro_batch, layer, 2, output.detach(), index)
         if output.requires_grad:
-            output.register_hook(lambda gradient: self.look(stage, micro_batch, layer, 3, gradient))
+            output.register_hook(lambda gradient: self.look(stage, micro_batch, layer, 3, gradient, index))
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -82,7 +86,9 @@ def find_origin(step: TrainStep, batch: Batch) -> str:
     stages = {stage.stage_index: stage.decoder for stage in pipeline.stages} if pipeline else {0: model}
     own = [(stage, name, layer) for stage, model in stages.items() for name, layer in linear_layers(model).items()]
     names, before = _of_all_stages([name for _, name, _ in own], layout)
-    watch = _Watch(layout.micro_batches(batch.tokens.shape[0]), layout.degrees.pp * layout.config.virtual_stages)
+    count = len(batch.tokens)
+    micro_batches, at_once = layout.micro_batches(count), layout.micro_batches_at_once(count)
+    watch = _Watch(micro_batches, at_once, layout.degrees.pp * layout.config.virtual_stages)
     with _watched(stages, [(stage, layer) for stage, _, layer in own], before, watch):
         step.repeat(batch)
     first = torch.tensor(watch.first, device=batch.tokens.device)

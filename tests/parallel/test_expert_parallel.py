@@ -1,16 +1,21 @@
 """Ranks that divide experts (parallel.ep) train to the bits of one rank with all of them."""
 
+from typing import Any
+
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_llm.base.errors import ConfigError
+from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
 from lightning_llm.parallel.ep import SenderSums
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.train.spikes import NonFiniteError
 from tests.parallel.layout_matrix import Case
 from tests.parallel.test_experts_over_ranks import MOE
-from tests.parallel.traced_run import difference, traced_run
+from tests.parallel.traced_run import difference, run_with, traced_run
 
 EQUAL = [
     (Case("ddp", 2, 4, "bf16"), 2, []),
@@ -58,6 +63,30 @@ def test_checkpoints_move_between_degrees(precision, eps, ranks, small_run, tmp_
         parts = ranks(world).call(traced_run, words(tmp_path / "parts", layout, world, *more))
     whole["gradients"] = parts["gradients"] = []  # those of a run's own first steps
     assert difference(whole, parts) is None
+
+
+class SpoilRankOne(pl.Callback):
+    """Makes the second rank's first attention, before all experts, return NaN."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if torch.distributed.get_rank() == 1:
+            layer = pl_module.model.get_submodule("layers.0.attention.o_proj")
+            layer.register_forward_hook(lambda *call: call[-1] * torch.nan)
+
+
+def spoiled_run(config: Any) -> str:
+    try:
+        run_with(config, SpoilRankOne(), QuantisationHealth(), saves=False)
+    except NonFiniteError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.full
+def test_the_origin_of_nan_is_the_senders(ranks, matrix_run):
+    """The first rank computes rows of the second's micro-batch, in experts that come after the NaN."""
+    said = ranks(2).call(spoiled_run, matrix_run("ddp", 2, 2, "bf16", *MOE, "trainer.max_steps=1", "parallel.ep=2"))
+    assert "first appeared in layers.0.attention.o_proj, product of fprop, of micro-batch 1 of" in said
 
 
 def test_gradients_of_senders_wait_for_the_last_micro_batch():
