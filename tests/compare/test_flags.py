@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
         ("--grade --beyond 0", ("--beyond: has no effect", "--beyond=0: must be above 0")),
         (
             "--beyond 2 --ledger f --trials a --tail 3",
-            ("--beyond: an option of", "--ledger: an option of", "--trials: an option of", "--tail=3"),
+            ("--beyond: is an option of", "--ledger: is an option of", "--trials: is an option of", "--tail=3"),
         ),
         ("--all-pairs --margin 2%", ("--all-pairs: requires a margin in nats",)),
     ],

@@ -171,7 +171,7 @@ def choice_task(folder: Path) -> Path:
         (["parallel=zero4"], "there is no 'zero4'"),
         (["precision=bf16"], "precision=bf16: cannot be overridden here"),
         (["parallel=zero3", "trainer.devices=2", "parallel.compile=true"], "parallel.compile: is true"),
-        (["parallel=zero3", "trainer.devices=2", "--ensemble", "RUN"], "--ensemble: goes with one rank"),
+        (["parallel=zero3", "trainer.devices=2", "--ensemble", "RUN"], "--ensemble: runs on one rank"),
         (["parallel=zero3", "world=4"], "world=4: must equal trainer.devices=1"),
     ],
 )  # fmt: skip

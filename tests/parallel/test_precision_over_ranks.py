@@ -22,9 +22,9 @@ class OverflowIn(pl.Callback):
         begin, loss_sum = pl_module.quantization.begin_micro_batch, pl_module.parallel.loss_sum
         current: list[int] = []
 
-        def noted(model: Any, step: int, index: int) -> None:
+        def noted(model: Any, step: int, index: int, at_once: Any) -> None:
             current[:] = [step, index]
-            begin(model, step, index)
+            begin(model, step, index, at_once)
 
         def overflowing(*logits_and_labels: Any) -> Any:
             loss = loss_sum(*logits_and_labels)
