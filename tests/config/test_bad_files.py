@@ -47,7 +47,7 @@ FILES = {
         "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),
         "its aliases expand to more than 1,000,000 values",
     ),
-    "deep": (f"seed: {'[' * 10_000}\n", "nested too deeply"),
+    "deep": (f"seed: {'[' * 3_000}\n", "nested too deeply"),
     "runs_code": ("seed: !!python/object/apply:os.mkdir [here]\n", "could not determine a constructor"),
     "package": ("# @package model\nseed: 1\n", "Remove `# @package model`"),
     "half_package": ("# @package\nseed: 1\n", "Write `# @package NAME`"),

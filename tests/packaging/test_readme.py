@@ -48,8 +48,10 @@ def commands_of_docs() -> list[str]:
     return list(dict.fromkeys(whole))
 
 
-SHIPPED_SWEEP = re.compile(r" -m .*recipe=(sweep|ablate)/| -m .*sweep.search=optuna|--matrix$")
-"""Commands with many jobs: tests/config/test_compose.py composes each shipped sweep; searches: tests/sweep."""
+SHIPPED_SWEEP = re.compile(
+    r" -m .*recipe=(sweep|ablate)/| -m .*sweep.search=optuna|--matrix$|^lightning-llm probe .*precision=all"
+)
+"""Commands with many jobs or recipes: tests/config/test_compose.py composes each shipped one; searches: tests/sweep."""
 
 
 @pytest.mark.parametrize(

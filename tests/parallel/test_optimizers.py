@@ -132,7 +132,7 @@ def test_a_tensor_parallel_run_follows_that_of_one_rank(kind, layout, world, run
 
 
 CHAIN = [("zero3", 4), ("ddp", 2), ("single", 1), ("zero2", 2)]
-MOVED = [pytest.param(kind, marks=pytest.mark.full if kind == "adamw" else []) for kind in KINDS]
+MOVED = [pytest.param(kind, marks=[] if kind == "muon" else pytest.mark.full) for kind in KINDS]
 """In `make test` adamw's state moves between these layouts in test_resume_layouts.py."""
 
 

@@ -72,6 +72,7 @@ def test_health_of_a_native_run_is_that_of_the_emulated_run(small_run, tmp_path,
     assert curve(tmp_path / "native/run") == curve(tmp_path / "bare/run")
 
 
+@pytest.mark.full
 def test_a_run_resumes_with_the_other_backend(small_run, tmp_path, hopper):
     common = ["precision=fp8_delayed", "schedule.total_steps=3", "trainer.validate_every_steps=null"]
     common += ["trainer.max_steps=3", "checkpoint.every_steps=3"]
