@@ -89,6 +89,28 @@ def test_the_origin_of_nan_is_the_senders(ranks, matrix_run):
     assert "first appeared in layers.0.attention.o_proj, product of fprop, of micro-batch 1 of" in said
 
 
+class Collapse(pl.Callback):
+    """Makes routers choose the first four experts alone, which the first of two ranks holds."""
+
+    @torch.no_grad()
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        for name, parameter in pl_module.model.named_parameters():
+            if name.endswith("router.correction"):
+                parameter[:4] = 50.0
+
+
+def collapsed_run(config: Any) -> Any:
+    return traced_run(config, Collapse(), saves=False)
+
+
+@pytest.mark.full
+def test_a_rank_without_rows_takes_part_in_the_backward_pass(ranks, matrix_run):
+    words = [*MOE, "trainer.max_steps=2", "parallel.timeout_seconds=60"]
+    alone = ranks(1).call(collapsed_run, matrix_run("single", 1, 4, "nvfp4", *words))
+    ours = ranks(2).call(collapsed_run, matrix_run("ddp", 2, 4, "nvfp4", *words, "parallel.ep=2"))
+    assert difference(ours, alone) is None
+
+
 def test_gradients_of_senders_wait_for_the_last_micro_batch():
     """The tree over 2 senders x 3 micro-batches, each sender's in a row, adds in this order in fp32."""
     leaves = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))

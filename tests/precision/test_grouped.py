@@ -185,3 +185,15 @@ def test_experts_record_amaxes_after_a_validation():
     layer.training = True
     layer(x, groups)
     assert layer.experts[0].amax_history[0, 0] == x.abs().max()
+
+
+def test_without_rows_the_gradients_are_zeros():
+    """A rank whose experts nobody chose takes part in the sums and exchanges of a backward pass."""
+    linear = GroupedLinear(2, 32, 32)
+    nn.init.normal_(linear.weight)
+    plan = LinearPlan.from_recipe(recipe_of("mxfp8"), "eager")
+    layer = QuantizedGroupedLinear("layers.0.up_proj", linear, [plan] * 2, 1)
+    x = torch.zeros(0, 32, dtype=torch.bfloat16, requires_grad=True)
+    layer(x, Groups(torch.tensor([0, 0]), 0)).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(layer.weight.grad, torch.zeros_like(layer.weight))

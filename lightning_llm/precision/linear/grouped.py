@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.precision import CastConfig
@@ -56,7 +57,8 @@ class QuantizedGroupedLinear(GroupedLinear):
                 expert = self._in_mode(number)
                 with expert.keys_of(sender):
                     made.append(expert(rows, partial(_multiplied, weight=weight)))
-        return torch.cat(made) if made else x.new_zeros(0, self.out_features)
+        # Without rows, too, a backward pass reaches x, which other ranks may have sent, and makes a gradient of zeros.
+        return torch.cat(made) if made else F.linear(x, weights[0].to(x.dtype))
 
     def dtype_on_use(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the weight, which each cast rounds to `dtype` itself."""
