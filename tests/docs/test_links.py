@@ -89,7 +89,8 @@ def test_pages_that_code_and_changelog_name_exist():
     gone = {}
     for file in files:
         if file.suffix in {".py", ".yaml", ".md"}:
-            named = re.findall(r"(?<![\w/.])docs/(?!test_)[\w/]+\.(?:md|py|ipynb|svg)", file.read_text(encoding="utf-8"))
+            text = file.read_text(encoding="utf-8")
+            named = re.findall(r"(?<![\w/.])docs/(?!test_)[\w/]+\.(?:md|py|ipynb|svg)", text)
             if missing := {each for each in named if not (ROOT / each).exists()}:
                 gone[name(file)] = missing
     assert gone == {}

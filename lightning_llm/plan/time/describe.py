@@ -97,7 +97,7 @@ def time_facts(plan: Plan) -> dict[str, Any]:
     - `step_seconds.gemm`: linear layers: forward, input gradient, weight gradient, recomputation.
     - `step_seconds.attention`: mixers without their linear layers.
     - `step_seconds.memory_bound`: norms, activation functions, rotary positions, residuals, casts, FSDP copies, loss.
-    - `step_seconds.tensor_parallel`, `step_seconds.context_parallel`, `step_seconds.expert_parallel`: their collectives.
+    - `step_seconds.tensor_parallel`, `step_seconds.context_parallel`, `step_seconds.expert_parallel`: collectives.
     - `step_seconds.gathers`, `step_seconds.reductions`: FSDP's all-gathers and sums of gradients that nothing overlaps.
     - `step_seconds.optimizer`: clipping and the update.
     - `step_seconds.bubble`: waiting for other pipeline stages.
