@@ -79,8 +79,9 @@ def dry_rank(plan: Plan, rank: int, progress: Callable[[], None] | None = None) 
     parallel = plan.config.parallel.model_copy(update={"compile": False})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # there are no peers to wait for
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")  # not written to
         layout = Layout.from_config(parallel, plan.degrees, CPU, ranks_per_node(plan.config))
-    return count_step(plan, layout, FakeTensorMode(allow_non_fake_inputs=True), progress)
+        return count_step(plan, layout, FakeTensorMode(allow_non_fake_inputs=True), progress)
 
 
 def count_step(

@@ -47,9 +47,11 @@ class ExpertAxis(MeshAxis):
             yield Problem("parallel.ep", text)
         managed = fits and uses_fsdp(with_reduction(config, degrees).parallel, degrees)
         if managed and "selective" in checkpointing_modes(config):
-            text = f"is selective with ep={ep}, and torch cannot gather weights of experts by FSDP2 (ZeRO, or "
-            text += "reduction=native) while it recomputes parts of a block. Set full or none, or parallel=ddp."
-            yield Problem("parallel.activation_checkpoint", text)
+            text = f"is selective for blocks with experts and ep={ep}, and torch cannot gather weights of experts by "
+            text += "FSDP2 (ZeRO, or reduction=native) while it recomputes parts of a block. Set full or none, or ddp "
+            text += "and tree sums."
+            by_layer = config.parallel.activation_checkpoint_layers is not None
+            yield Problem(f"parallel.activation_checkpoint{'_layers' if by_layer else ''}", text)
         algorithm = config.chosen_algorithm
         if axis not in algorithm.summed_axes(AXES.cutting("data")):
             text = f"is {algorithm.name}, which leaves gradients of {axis} ranks unsummed, and parallel.ep={ep} ranks "
