@@ -37,7 +37,7 @@ def our_step(shape: Shape, compiled: bool, dtype: torch.dtype) -> Step:
     if compiled:
         compile_blocks(model.blocks)
     tokens, labels = random_batch(shape)
-    return _step(model, lambda: next_token_loss_sum(model(tokens), labels) / labels.numel())
+    return loop_step(model, lambda: next_token_loss_sum(model(tokens), labels) / labels.numel())
 
 
 def peer_step(model: nn.Module, shape: Shape, compiled: bool, dtype: torch.dtype) -> Step:
@@ -51,10 +51,11 @@ def peer_step(model: nn.Module, shape: Shape, compiled: bool, dtype: torch.dtype
             logits = out.logits if hasattr(out, "logits") else out
             return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
-    return _step(model, loss)
+    return loop_step(model, loss)
 
 
-def _step(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> Step:
+def loop_step(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> Step:
+    """Return a function that makes one step of `model` with clipping and AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> float:

@@ -31,37 +31,39 @@ TARGETS = {
 }  # fmt: skip
 
 
-def training_step(recipe: str, shape: Shape, micro_batches: int, keeps: bool | None = None) -> Callable[[], None]:
-    """Return a function that makes a training step at `shape` under `recipe`, with clipping and AdamW.
+def training_step(
+    recipe: str, shape: Shape, micro_batches: int, keeps: bool | None = None, model: str = "llama_tiny"
+) -> Callable[[], None]:
+    """Return a function that makes a training step of `model` at `shape` under `recipe`, with clipping and AdamW.
 
     `keeps`: whether casts of weights are cached within a step; None: if it has several micro-batches, as in `train`.
     """
-    run = config(f"precision={recipe}", shape=shape)
+    run = config(f"precision={recipe}", shape=shape, model=model)
     with torch.device("meta"):
-        model = Decoder(run.model, DTYPES[run.precision.compute_dtype])
+        decoder = Decoder(run.model, DTYPES[run.precision.compute_dtype])
     quantization = Quantization(run.precision, seed=0, max_steps=1000)
-    quantization.swap(model, run.model.num_layers, "cpu")
+    quantization.swap(decoder, run.model.num_layers, "cpu")
     if micro_batches > 1 if keeps is None else keeps:
-        quantization.keep_weight_casts(model, dict.fromkeys(range(run.model.num_layers), True))
-    model.to_empty(device="cpu")
-    initialise(model, 0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        quantization.keep_weight_casts(decoder, dict.fromkeys(range(run.model.num_layers), True))
+    decoder.to_empty(device="cpu")
+    initialise(decoder, 0)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-3, fused=True)
     tokens, labels = (each.chunk(micro_batches) for each in random_batch(shape))
     made = 0
 
     def train() -> None:
         nonlocal made
         optimizer.zero_grad(set_to_none=True)
-        quantization.begin_step(model, made)
-        with quantization.weights_held(model):
+        quantization.begin_step(decoder, made)
+        with quantization.weights_held(decoder):
             for index in range(micro_batches):
-                quantization.begin_micro_batch(model, made, index)
-                loss = next_token_loss_sum(model(tokens[index]), labels[index]) / shape.tokens
+                quantization.begin_micro_batch(decoder, made, index)
+                loss = next_token_loss_sum(decoder(tokens[index]), labels[index]) / shape.tokens
                 loss.backward()
-                quantization.end_micro_batch(model, lambda amax: amax)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                quantization.end_micro_batch(decoder, lambda amax: amax)
+        nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
         optimizer.step()
-        quantization.end_step(model, lambda amax: amax)
+        quantization.end_step(decoder, lambda amax: amax)
         made += 1
 
     return train

@@ -43,11 +43,11 @@ LARGE = Shape(hidden=640, layers=8, heads=10, ffn=1792, vocab=16_384, length=256
 """62 million."""
 
 
-def config(*more: str, shape: Shape = MIDDLE, steps: int = 10_000) -> Config:
+def config(*more: str, shape: Shape = MIDDLE, steps: int = 10_000, model: str = "llama_tiny") -> Config:
     """Return a run of ours at the shape, in a separate folder, with default callbacks and MLflow."""
     folder = Path(tempfile.mkdtemp(prefix="lightning-llm-bench-"))
     return compose_config([
-        "model=llama_tiny", f"model.hidden_size={shape.hidden}", f"model.num_layers={shape.layers}",
+        f"model={model}", f"model.hidden_size={shape.hidden}", f"model.num_layers={shape.layers}",
         f"model.num_heads={shape.heads}", f"model.num_kv_heads={shape.heads}", f"model.ffn_hidden_size={shape.ffn}",
         f"model.vocab_size={shape.vocab}", f"model.max_sequence_length={max(1024, shape.length)}",
         f"data.sequence_length={shape.length}", f"data.micro_batch_size={shape.batch}",

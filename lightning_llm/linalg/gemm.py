@@ -59,12 +59,15 @@ def operand(x: Tensor) -> Tensor:
     return x.float() if _is_widened(x) else x
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the matrix product `a b` (or a batch of them) in the common dtype of `a` and `b`; sums are fp32 or wider.
 
-    Has no backward pass if the dtype is in `widened`; use `linear` where a gradient is needed.
+    Has no backward pass if the dtype is in `widened`; use `linear` where a gradient is needed. `out`: contiguous tensor
+    of that dtype to write it to.
     """
-    return _wide_product(a, b) if _is_widened(a) else torch.matmul(a, b)
+    if out is None:
+        return _wide_product(a, b) if _is_widened(a) else torch.matmul(a, b)
+    return out.copy_(_wide_product(a, b)) if _is_widened(a) else torch.matmul(a, b, out=out)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -94,13 +94,18 @@ class _ByGroup(torch.autograd.Function):
         counts, dy = ctx.groups.counts, dy.contiguous()
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            parts = zip(dy.split(counts), whole.chunk(len(counts)), strict=True)
-            dx = torch.cat([product(rows, weight.to(x.dtype)) for rows, weight in parts])
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+            for of_x, rows, weight in zip(dx.split(counts), dy.split(counts), whole.chunk(len(counts)), strict=True):
+                product(rows, weight.to(x.dtype), out=of_x)
         if ctx.needs_input_grad[1]:
-            multiply = product if whole.dtype == x.dtype else fp32_product
             dw = torch.empty_like(whole)
             for of_weight, left, right in zip(dw.chunk(len(counts)), dy.split(counts), x.split(counts), strict=True):
-                of_weight.copy_(multiply(left.t(), right) if len(left) else torch.zeros_like(of_weight))
+                if not len(left):
+                    of_weight.zero_()
+                elif whole.dtype == x.dtype:
+                    product(left.t(), right, out=of_weight)
+                else:
+                    of_weight.copy_(fp32_product(left.t(), right))
         return dx, dw, None
 
 

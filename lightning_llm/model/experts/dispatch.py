@@ -65,6 +65,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, total: int, spare: int) -> Tensor:
         ctx.save_for_backward(rows)
+        ctx.spare = spare
         sent = x.new_zeros(total + spare, x.shape[1])
         for slot in rows.unbind(1):
             sent[slot] = x
@@ -74,7 +75,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (rows,) = ctx.saved_tensors
-        return _sum_of_rows(gradient, rows, None), None, None, None
+        return _sum_of_rows(gradient, rows, None, ctx.spare), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -84,7 +85,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, outputs: Tensor, weights: Tensor, rows: Tensor, spare: int) -> Tensor:
         ctx.save_for_backward(outputs, weights, rows)
         ctx.spare = spare
-        return _sum_of_rows(outputs, rows, weights)
+        return _sum_of_rows(outputs, rows, weights, spare)
 
     @staticmethod
     @once_differentiable
@@ -95,24 +96,27 @@ class _Combine(torch.autograd.Function):
         of_weights = torch.empty_like(weights)
         for index, slot in enumerate(rows.unbind(1)):
             of_outputs[slot] = (weights[:, index, None] * wide).to(outputs.dtype)
-            of_weights[:, index] = (wide * _rows(outputs, slot).to(wide.dtype)).sum(-1)
+            of_weights[:, index] = (wide * _rows(outputs, slot, ctx.spare).to(wide.dtype)).sum(-1)
         return of_outputs[:total], of_weights, None, None
 
 
-def _sum_of_rows(values: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+def _sum_of_rows(values: Tensor, rows: Tensor, weights: Tensor | None, spare: int) -> Tensor:
     """Return `[M, D]` in the dtype of `values` `[R, D]`: the sums over k of rows, times `weights`, in fp32."""
     total = values.new_zeros(len(rows), values.shape[1], dtype=wide_dtype(values))
     for index, slot in enumerate(rows.unbind(1)):
-        each = _rows(values, slot).to(total.dtype)
+        each = _rows(values, slot, spare).to(total.dtype)
         total += each if weights is None else weights[:, index, None] * each
     return total.to(values.dtype)
 
 
-def _rows(values: Tensor, slot: Tensor) -> Tensor:
-    """Return the rows numbered `slot` `[M]`, zeros for those past the last."""
+def _rows(values: Tensor, slot: Tensor, spare: int) -> Tensor:
+    """Return the rows numbered `slot` `[M]`, zeros for those past the last, which are there only with `spare`."""
+    if not spare:
+        return values.index_select(0, slot)  # on a CPU several times as fast as an index
     if not len(values):
         return values.new_zeros(len(slot), values.shape[1])
-    return values[slot.clamp(max=len(values) - 1)].masked_fill_((slot >= len(values))[:, None], 0)
+    found = values.index_select(0, slot.clamp(max=len(values) - 1))
+    return found.masked_fill_((slot >= len(values))[:, None], 0)
 
 
 def dispatch(x: Tensor, placement: Placement) -> Tensor:
