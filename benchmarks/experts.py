@@ -94,15 +94,11 @@ def measure() -> Iterator[Row]:
         made = {peer: stepping(peer_step(peer, TINY, how == "compiled", DTYPES[name])) for peer in PEERS}
         theirs[f"{name}, {how}"] = made
     for title, made in theirs.items():
-        contenders = made | {"ours, eager": ours[title[:4]]}
-        best = interleaved_minima(contenders, ROUNDS, STEPS, clock=time.process_time)
-        for each, seconds in best.items():
-            yield f"{each}, {title}: CPU ms per step", seconds * 1e3, ""
-        yield (
-            f"ours, eager, over the faster one, {title}",
-            min(best[each] for each in PEERS) / best["ours, eager"],
-            TARGET,
-        )
+        best = interleaved_minima(made | {"ours": ours[title[:4]]}, ROUNDS, STEPS, clock=time.process_time)
+        for peer in PEERS:
+            yield f"{peer}, {title}: CPU ms per step", best[peer] * 1e3, ""
+        yield f"ours, {title[:4]}, eager: CPU ms per step", best["ours"] * 1e3, ""
+        yield f"ours, eager, over the faster one, {title}", min(best[peer] for peer in PEERS) / best["ours"], TARGET
     yield from _recipes()
 
 

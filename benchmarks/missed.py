@@ -18,6 +18,11 @@ REASONS: tuple[tuple[str, str, str], ...] = (
         "little.",
     ),
     (
+        "experts",
+        "*fp32*",
+        "In fp32 matrix products are more than half of a step, in the same library for all programs.",
+    ),
+    (
         "casts",
         "two candidates*",
         "Every element is rounded once per candidate, and the errors of a block are added one by one in Transformer "
