@@ -31,8 +31,8 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     (
         "casts",
         "two candidates*",
-        "Every element is rounded once per candidate, and the errors of a block are added one by one in Transformer "
-        "Engine's order, to the same bits, which compilers do not vectorize.",
+        "Every element is rounded once per candidate and once more at the end. Its error takes a product in fp64, and "
+        "is stored, because errors are added in Transformer Engine's order.",
     ),
     (
         "casts",

@@ -10,6 +10,8 @@
   then rounded stochastically. Source: `eden_1x16s_fp4_kernel` of IST-DASLab's Quartet-II at 8776a90b.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,7 +23,6 @@ from lightning_llm.precision.cast.scales import (
     BlockShape,
     BlocksToScale,
     Scaled,
-    axes_within,
     divide,
     sum_in_order,
 )
@@ -70,18 +71,19 @@ def four_over_six(
     `config`: the candidates' factors, and the measure of error. `amax`: of the tensor, or of each row. `tensor_scale`:
     `whole` / amax. `whole`: the product of the largest block scale and the largest element.
     """
-    x = of.blocks.float()
+    x = _across(of.blocks, of.shape).float()
     base = _quotient(of.block_amax(), of.cast.largest) * tensor_scale
-    decode = divide(1.0, tensor_scale)
+    decode = _stored(divide(1.0, tensor_scale))
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for factor in config.factors:
-        block = round_to_format((base * factor).clamp(max=E4M3.max), E4M3, "even")
-        multiplier = divide(1.0, block * decode).clamp(max=FLOAT_MAX)
-        made = round_to_format(x * multiplier, of.fmt, of.cast.rounding) * block * amax
+        block = _stored(round_to_format((base * factor).clamp(max=E4M3.max), E4M3, "even"))
+        multiplier = _stored(divide(1.0, block * decode).clamp(max=FLOAT_MAX))
+        its_multiplier, its_block, its_amax = (_view_across(each, of.shape) for each in (multiplier, block, amax))
+        made = round_to_format(x * its_multiplier, of.fmt, of.cast.rounding) * its_block * its_amax
         error = _quotient(made, whole) - x
         error = error * error if config.by == "mse" else error.abs()
-        total = error.amax(axes_within(of.shape), keepdim=True) if config.by == "max" else _total(error, of.shape)
-        found.append((total, block, multiplier))
+        total = error.amax(tuple(range(1, error.dim() - 1)), keepdim=True) if config.by == "max" else _total(error)
+        found.append((_view_across(total, of.shape), block, multiplier))
     total, block, multiplier = found[0]
     for other, its_block, its_multiplier in found[1:]:
         better = other < total
@@ -99,27 +101,29 @@ def _quotient(numerator: Tensor, denominator: float) -> Tensor:
     return (numerator.double() * (1.0 / denominator)).float()
 
 
-def _total(error: Tensor, shape: BlockShape) -> Tensor:
-    """Return the sum over each block, with size-1 block axes: along rows in order, then over rows by halves."""
+def _stored(x: Tensor) -> Tensor:
+    """Return `x`. Compiled code stores it, and does not compute it again for every element of a block that reads it."""
+    x = x.contiguous()
+    return x.as_strided(x.shape, x.stride())
+
+
+def _view_across(x: Tensor, shape: BlockShape) -> Tensor:
+    """Return a blocked tensor, or its scales, with the blocks of a row as the last axis. Raises ValueError for None."""
     if shape is None:
-        raise ValueError("a whole tensor has no candidates")
-    height, width = shape
-    if height == 1:
-        return _in_order(error, 2)
-    if width == 1:
-        return _in_order(error, 1)
-    rows = _in_order(error, 3)
-    while rows.shape[1] > 1:
-        half = rows.shape[1] // 2
-        rows = rows.narrow(1, 0, half) + rows.narrow(1, half, half)
-    return rows
+        raise ValueError("a whole tensor has no block scales")
+    return x if shape[1] == 1 or x.dim() == 0 else x.transpose(-1, -2)
 
 
-def _in_order(x: Tensor, axis: int) -> Tensor:
-    total = x.narrow(axis, 0, 1)
-    for index in range(1, x.shape[axis]):
-        total = total + x.narrow(axis, index, 1)
-    return total
+def _across(blocks: Tensor, shape: BlockShape) -> Tensor:
+    """Return `blocks` with neighboring blocks side by side in memory, so that sums over blocks are vectorized."""
+    across = _view_across(blocks, shape)
+    return across if across is blocks else _stored(across)
+
+
+def _total(error: Tensor) -> Tensor:
+    """Return the sum over each block of `error`, as `_across`: along rows in order, then over rows by halves."""
+    total = functools.reduce(torch.add, error.split(1, -2))
+    return total if error.dim() == 3 else sum_in_order(total, 1, total.shape[1])
 
 
 def ms_eden(of: BlocksToScale) -> Scaled:
@@ -135,28 +139,24 @@ def ms_eden(of: BlocksToScale) -> Scaled:
     tensor_scale = nvfp4_tensor_scale(amax, whole)
     block = round_to_format(of.block_amax() * (tensor_scale * (1.0 / largest)), E4M3, "even")
     block = torch.where(block == 0, torch.ones_like(block), block)
-    multiplier = divide(1.0, block * divide(1.0, tensor_scale)).clamp(max=FLOAT_MAX)
-    x = of.blocks.float() * multiplier
+    multiplier = _stored(divide(1.0, block * divide(1.0, tensor_scale)).clamp(max=FLOAT_MAX))
+    x = _across(of.blocks, of.shape).float() * _view_across(multiplier, of.shape)
     values = round_to_format(x, of.fmt, of.cast.rounding)
     axis = 2 if of.shape is not None and of.shape[0] == 1 else 1
-    squares, products = _per_group(x * x, of, axis), _per_group(x * values, of, axis)
+    sums = [_view_across(sum_in_order(each, 1, each.shape[1]), of.shape) for each in (x * x, x * values)]
+    count = 1 if of.cast.hadamard is None else max(of.cast.hadamard.size // x.shape[1], 1)
+    squares, products = (sum_in_order(_groups(each, axis - 1, count), axis, count) for each in sums)
     usable = products > 0
     correction = (squares.double() / torch.where(usable, products, torch.ones_like(products)).double()).float()
-    correction = torch.where(usable, correction, torch.ones_like(correction))
+    correction = _stored(torch.where(usable, correction, torch.ones_like(correction)))
+    corrected = _stored((_groups(block, axis - 1, count) * correction).flatten(axis - 1, axis))
     first = of.noise.narrow(axis, 0, 1)
-    return Scaled(multiplier, round_to_format(block * correction, E4M3, "stochastic_compare", first), amax, 1.0 / whole)
+    corrected = corrected.narrow(axis - 1, 0, block.shape[axis - 1])
+    return Scaled(multiplier, round_to_format(corrected, E4M3, "stochastic_compare", first), amax, 1.0 / whole)
 
 
-def _per_group(x: Tensor, of: BlocksToScale, axis: int) -> Tensor:
-    """Return the sum of `x` over each group of the rotation, for each of its blocks, with a size-1 block axis."""
-    size = x.shape[axis]
-    sums, blocks_axis = sum_in_order(x, axis, size), axis - 1
-    count = 1 if of.cast.hadamard is None else max(of.cast.hadamard.size // size, 1)
-    if count == 1:
-        return sums
-    blocks = sums.shape[blocks_axis]
-    if missing := -blocks % count:  # only of tensors that no rotation has padded
-        sums = F.pad(sums, (0, 0, 0, missing) if axis == 2 else (0, 0, 0, 0, 0, missing))
-    groups = sums.unflatten(blocks_axis, (-1, count))
-    total = sum_in_order(groups, blocks_axis + 1, count)
-    return total.expand(groups.shape).reshape(sums.shape).narrow(blocks_axis, 0, blocks)
+def _groups(scales: Tensor, axis: int, count: int) -> Tensor:
+    """Return numbers of blocks with their `axis` split into groups of `count` blocks, that of a rotation."""
+    if missing := -scales.shape[axis] % count:  # only of tensors that no rotation has padded
+        scales = F.pad(scales, (0, 0, 0, missing) if axis == 1 else (0, 0, 0, 0, 0, missing))
+    return _stored(scales).unflatten(axis, (-1, count))
