@@ -23,12 +23,6 @@ REASONS: tuple[tuple[str, str, str], ...] = (
         "In fp32 matrix products are more than half of a step, in the same library for all programs.",
     ),
     (
-        "experts",
-        "nvfp4*",
-        "With 2 experts per token, twice as many rows of inputs and output gradients are cast as in a dense model of "
-        "equal products, by each expert on its own.",
-    ),
-    (
         "casts",
         "two candidates*",
         "Every element is rounded once per candidate and once more at the end. Its error takes a product in fp64, and "
