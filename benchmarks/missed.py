@@ -28,10 +28,4 @@ REASONS: tuple[tuple[str, str, str], ...] = (
         "Every element is rounded once per candidate and once more at the end. Its error takes a product in fp64, and "
         "is stored, because errors are added in Transformer Engine's order.",
     ),
-    (
-        "casts",
-        "eden*",
-        "Beside the rounding, two sums over each rotation group and a second rounding of the scales, which no other "
-        "kind has.",
-    ),
 )
