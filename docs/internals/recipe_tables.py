@@ -1,16 +1,16 @@
-"""Table of docs/reference/precision_2026.md: verdicts of `recipe=sweep/precision_2026`, as `compare` wrote them."""
+"""Tables of measured sweeps, from the verdicts that `compare` wrote: `sweep/precision_2026` and `sweep/moe`."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-27-cpu-precision_2026.json"
-"""The most important keys of the verdicts in compare.json."""
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+"""The most important keys of the verdicts in compare.json, a file per sweep."""
 
 
 def verdicts() -> str:
     """Return the table of verdicts: the recipe with the smallest gap first."""
-    data = json.loads(RESULTS.read_text(encoding="utf-8"))
+    data = _read("2026-11-27-cpu-precision_2026.json")
     columns = ["recipe", "verdict", "at look", "seeds", "gap, nats", "repeated 95 % CI", "more tokens, %", "95 % CI"]
     columns += ["same weights in bf16"]
     rows = [f"| {' | '.join(columns)} |", f"| --- | --- |{' ---: |' * (len(columns) - 2)}"]
@@ -30,4 +30,32 @@ def _tokens(verdict: dict[str, Any]) -> list[str]:
     return [f"{100 * data['more_tokens']:+.1f}", f"[{low}, {high}]"]
 
 
-SECTIONS = {"precision-2026": verdicts}
+def experts() -> str:
+    """Return the table of verdicts per model and recipe of `sweep/moe`, with the router's metrics beside bf16's."""
+    data = _read("2026-11-27-cpu-moe.json")
+    router = {(each["model"], each["recipe"]): each for each in data["router"]}
+    columns = ["model", "recipe", "verdict", "seeds", "gap, nats", "95 % CI", "`moe/load_max`", "`moe/entropy`"]
+    rows = [f"| {' | '.join(columns)} |", f"| --- | --- | --- |{' ---: |' * (len(columns) - 3)}"]
+    for baseline in data["baselines"]:
+        model = baseline["model"]
+        cells = [f"`{model}`", f"`{baseline['name']}`", "baseline", str(len(baseline["seeds"])), "", ""]
+        rows.append(f"| {' | '.join([*cells, *_router(router[model, baseline['name']])])} |")
+        for each in (each for each in data["verdicts"] if each["model"] == model):
+            low, high = each["ci"]
+            cells = [f"`{model}`", f"`{each['name']}`", each["verdict"], str(each["pairs"]), f"{each['gap']:+.4f}"]
+            cells += [f"[{low:+.4f}, {high:+.4f}]", *_router(router[model, each["name"]])]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _router(metrics: dict[str, Any]) -> list[str]:
+    """Return load_max and entropy, means of the last ten steps over layers and seeds; empty for a dense model."""
+    return [f"{metrics[key]:.3f}" if key in metrics else "" for key in ("moe/load_max", "moe/entropy")]
+
+
+def _read(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return data
+
+
+SECTIONS = {"precision-2026": verdicts, "sweep-moe": experts}
