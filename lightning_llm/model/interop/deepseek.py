@@ -16,7 +16,7 @@ from lightning_llm.model.interop.architecture import (
     shape_entries,
     windows_of,
 )
-from lightning_llm.model.interop.experts import experts_of, one_kind
+from lightning_llm.model.interop.experts import experts_of, one_kind, with_experts
 from lightning_llm.model.interop.rope import read_rope, rope_entries
 
 DENSE, BLOCK = "dense", "moe"
@@ -94,10 +94,8 @@ class DeepseekV3(Architecture):
         names = PRE_NORM | LATENT_NAMES
         if index not in experts_of(config):
             return names
-        names = {key: name for key, name in names.items() if not key.startswith("feed_forward.")}
-        names["feed_forward.router"] = "mlp.gate"
+        names = with_experts(names)
         for each in ("gate_proj", "up_proj", "down_proj"):
-            names[f"feed_forward.experts.{each}"] = f"mlp.experts.{{}}.{each}"
             names[f"feed_forward.shared.{each}"] = f"mlp.shared_experts.{each}"
         return names
 

@@ -100,6 +100,15 @@ class Mixtral(Llama):
         return {**read_shape(values, **self.defaults), "blocks": {BLOCK: block}, "layers": [BLOCK]}
 
 
+def with_experts(names: dict[str, str]) -> dict[str, str]:
+    """Return the names of a block's weights with those of a router and its experts in place of a dense network's."""
+    found = {key: name for key, name in names.items() if not key.startswith("feed_forward.")}
+    found["feed_forward.router"] = "mlp.gate"
+    for each in ("gate_proj", "up_proj", "down_proj"):
+        found[f"feed_forward.experts.{each}"] = f"mlp.experts.{{}}.{each}"
+    return found
+
+
 class Qwen3Moe(Qwen3):
     """Qwen3's attention; blocks have a mixture of experts or, where config.json says so, a dense network."""
 
@@ -124,11 +133,7 @@ class Qwen3Moe(Qwen3):
         names = super().block_names(config, index)
         if index not in experts_of(config):
             return names
-        names = {key: name for key, name in names.items() if not key.startswith("feed_forward.")}
-        names["feed_forward.router"] = "mlp.gate"
-        for each in ("gate_proj", "up_proj", "down_proj"):
-            names[f"feed_forward.experts.{each}"] = f"mlp.experts.{{}}.{each}"
-        return names
+        return with_experts(names)
 
     def entries(self, config: ModelConfig) -> dict[str, Any]:
         found = experts_of(config)
