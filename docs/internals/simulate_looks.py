@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from simulated import record
 
 from lightning_llm.compare.estimate import Measured, VerdictInputs
-from lightning_llm.compare.looks import Design, declare
+from lightning_llm.compare.looks import SPENDINGS, Design, Spending, declare
 from lightning_llm.compare.sequential_verdicts import SequentialState, replay
-from lightning_llm.compare.statistics.boundary import SPENDINGS, Spending
 from lightning_llm.compare.terms import Terms
 from lightning_llm.config.schema.sweep import SweepConfig
 

@@ -40,9 +40,8 @@ from lightning_llm.data.report import planned_phases
 from lightning_llm.data.tokens.tokenizer import Tokenizer, read_vocabulary
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.interop.families import architecture
-from lightning_llm.model.weights.convert import as_huggingface
 from lightning_llm.model.weights.folder import Weights, open_huggingface
-from lightning_llm.model.weights.write import output_problems, undo_killed, whole_folder, write_tensors
+from lightning_llm.model.weights.write import as_huggingface, output_problems, undo_killed, whole_folder, write_tensors
 from lightning_llm.plan.resolve import coverage_of
 from lightning_llm.run.code_weights import CODES, CodeWeights, as_codes, quantization_entry
 from lightning_llm.run.resume.weights import open_weights

@@ -32,7 +32,6 @@ from lightning_llm.config.weight_folders import (
 )
 from lightning_llm.data.tokens.tokenizer import read_vocabulary
 from lightning_llm.model.flops import count_parameters
-from lightning_llm.model.weights.convert import as_ours
 from lightning_llm.model.weights.files import INDEX, PICKLED, PICKLED_INDEX, SINGLE, open_files, open_pickled
 from lightning_llm.model.weights.folder import (
     FORMAT,
@@ -42,7 +41,7 @@ from lightning_llm.model.weights.folder import (
     open_imported,
 )
 from lightning_llm.model.weights.load import state_dict_of, whole_decoder
-from lightning_llm.model.weights.write import output_problems, undo_killed, whole_folder, write_tensors
+from lightning_llm.model.weights.write import as_ours, output_problems, undo_killed, whole_folder, write_tensors
 from lightning_llm.run.resume.weights import rows_problems
 
 TOKENS = 64

@@ -21,9 +21,8 @@ from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.model.interop.families import architecture, stored_as
 from lightning_llm.model.structure import linear_names, linears_of
-from lightning_llm.model.weights.convert import as_huggingface
 from lightning_llm.model.weights.folder import Weights
-from lightning_llm.model.weights.write import TensorToWrite
+from lightning_llm.model.weights.write import TensorToWrite, as_huggingface
 from lightning_llm.precision.cast.quantize import Quantized, quantize
 from lightning_llm.precision.cast.scales import Scaled, divide, scale, tensor_amax
 from lightning_llm.precision.module_rules import reasons_to_stay_unquantized, rule_in_effect

@@ -10,10 +10,9 @@ from scipy import special
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.estimate import Measured
 from lightning_llm.compare.judge import compare_runs
-from lightning_llm.compare.looks import declare, read_design
+from lightning_llm.compare.looks import SPENDINGS, boundary, declare, increments, read_design, spent
 from lightning_llm.compare.report.panels import curve_panels
 from lightning_llm.compare.sequential_verdicts import replay
-from lightning_llm.compare.statistics.boundary import SPENDINGS, boundary, increments, spent
 from lightning_llm.compare.statistics.intervals import simultaneous_intervals
 from lightning_llm.compare.statistics.paired_curves import paired_curves, source_gaps
 from lightning_llm.compare.terms import Terms

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_llm.__main__ import main
-from lightning_llm.golden import ranks
+from lightning_llm.cli import golden as ranks
 from lightning_llm.golden.curve import as_fp32
 from lightning_llm.golden.file import read_golden
 from lightning_llm.golden.measure import nudge_weights

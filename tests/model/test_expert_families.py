@@ -14,10 +14,9 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.interop.families import model_config_of
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.model.weights.convert import as_huggingface
 from lightning_llm.model.weights.folder import open_huggingface
 from lightning_llm.model.weights.load import state_dict_of
-from lightning_llm.model.weights.write import write_tensors
+from lightning_llm.model.weights.write import as_huggingface, write_tensors
 from tests.model.huggingface_states import huggingface_config, to_huggingface
 from tests.model.model_shapes import build, llama, qwen3, tokens_of
 

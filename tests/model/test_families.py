@@ -11,9 +11,9 @@ from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.interop.architecture import Architecture
 from lightning_llm.model.interop.families import architecture, architectures, model_config_of, register
-from lightning_llm.model.weights.convert import as_huggingface, as_ours
 from lightning_llm.model.weights.folder import open_huggingface
 from lightning_llm.model.weights.load import state_dict_of
+from lightning_llm.model.weights.write import as_huggingface, as_ours
 from lightning_llm.model.weights.write import write_tensors as write_planned
 from tests.model.huggingface_states import huggingface_config, to_huggingface
 from tests.model.model_shapes import gemma2, gpt2, llama, qwen3

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from lightning_llm.cli.probe import ProbedModel, TokenBatch
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
 from lightning_llm.model.decoder import Decoder
@@ -22,7 +23,6 @@ from lightning_llm.probe.measure import (
     slot_shares,
     worst,
 )
-from lightning_llm.probe.model import ProbedModel, TokenBatch
 from lightning_llm.probe.report import as_json, recipe_lines
 
 SHAPE = compose_config(

@@ -21,12 +21,11 @@ from lightning_llm.config.weight_folders import TOKENIZER, run_of
 from lightning_llm.data.mixing.weights import PhasedMixture, WeightPhase
 from lightning_llm.data.tokens.tokenizer import tokenizer_file
 from lightning_llm.run.launch.environment import rank_environment
-from lightning_llm.run.resume.own_checkpoints import config_of_run
 from lightning_llm.run.resume.start import Start, checkpoint_at, sizes_alone
 from lightning_llm.run.resume.weights import begins_anew, shape_differences
 from lightning_llm.tracking.files import TOKENIZER_DIGEST, summary_of
 from lightning_llm.train.checkpoint.manifest import MANIFEST, Checkpoint, Damage, step_folders, step_of
-from lightning_llm.train.checkpoint.verification import Verify, content_damage, skipped_lines
+from lightning_llm.train.checkpoint.verification import Verify, config_of_run, content_damage, skipped_lines
 
 BRANCH = "branch"
 """Key of summary.json with the parent run, the step of the branch and the changed keys."""

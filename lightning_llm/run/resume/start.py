@@ -9,20 +9,22 @@ from lightning_llm.config.config_hash import below, differences_on_resume, is_da
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import how_to_extend, same_folder
-from lightning_llm.run.resume.own_checkpoints import (
-    POLICY,
-    changed_since,
-    config_of_run,
-    edited_text,
-    known_summary,
-    of_its_run,
-    with_records,
-)
 from lightning_llm.run.resume.rollback import Rollback, read_rollbacks, with_same_samples
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.run_state import settled_state, state_of, whose
 from lightning_llm.train.checkpoint.manifest import MANIFEST, Checkpoint, Damage, RunIdentity
-from lightning_llm.train.checkpoint.verification import Verify, newest_verified, verified
+from lightning_llm.train.checkpoint.verification import (
+    POLICY,
+    Verify,
+    changed_since,
+    config_of_run,
+    edited_text,
+    known_summary,
+    newest_verified,
+    of_its_run,
+    verified,
+    with_records,
+)
 
 LEARNED = ("data.max_tokens", "data.sources.", "data.mixture.", "data.tokenizer.", "data.validation.")
 """Keys that `data_hash` depends on."""

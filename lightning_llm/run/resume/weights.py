@@ -23,11 +23,10 @@ from lightning_llm.config.weight_folders import (
 )
 from lightning_llm.data.tokens.tokenizer import Tokenizer, bytes_vocabulary, read_vocabulary, tokenizer_file
 from lightning_llm.model.weights.folder import Weights, open_huggingface, open_imported
-from lightning_llm.run.resume.own_checkpoints import config_of_run
 from lightning_llm.run.resume.start import checkpoint_at, sizes_alone
 from lightning_llm.tracking.files import run_tokenizer
 from lightning_llm.train.checkpoint.manifest import step_folders
-from lightning_llm.train.checkpoint.verification import Verify, skipped_lines
+from lightning_llm.train.checkpoint.verification import Verify, config_of_run, skipped_lines
 
 FREE = ("max_sequence_length", "rope_theta", "rope_scaling")
 """Keys that may differ from the weights' to continue at another length; the run prints a note at its start."""
