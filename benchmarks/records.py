@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.rotation import Row
-from lightning_llm.tracking.chain import ChainHead, RecordChain
+from lightning_llm.base.integrity import ChainHead, RecordChain
 
 RECORDS = 100_000
 RECORD = {

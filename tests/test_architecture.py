@@ -35,7 +35,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 TORCH_FREE = {"base", "config", "plan", "tracking", "compare", "ladder", "algoperf", "api", "__main__"}
 LIBRARIES = {
     "torch": {"base.hardware", *(FLOOR_OF.keys() - TORCH_FREE)},
-    "lightning": {"train", "callbacks", "run", "tracking", "golden", "evaluate"},
+    "lightning": {"train", "callbacks", "run", "golden", "evaluate"},
     "hydra": {"config", "run", "sweep", "cli"},
     "mlflow": {"tracking", "compare"},
 }

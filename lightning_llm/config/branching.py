@@ -21,7 +21,7 @@ from lightning_llm.config.derived_keys import FROM_WEIGHTS
 from lightning_llm.config.recipes import group_names, option_files
 from lightning_llm.config.resolve import first_line
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.migrations import migrate
+from lightning_llm.config.schema.aliases import migrate
 from lightning_llm.config.weight_folders import run_of
 from lightning_llm.config.yaml_file import literal, read_mapping
 

@@ -8,7 +8,7 @@ from hashlib import blake2b, sha256
 from typing import Any
 
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.migrations import ADDED, first_name
+from lightning_llm.config.schema.aliases import ADDED, first_name
 
 RUN_LOCATION = ("run.", "logger.", "launcher.", "resume", "resume_strict", "hardware", "cluster.")
 """Keys of where and how a run is planned, started, stored and tracked."""

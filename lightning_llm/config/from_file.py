@@ -13,7 +13,7 @@ from lightning_llm.config.derived_keys import fill_from_weights, fill_steps, giv
 from lightning_llm.config.overrides import read_overrides
 from lightning_llm.config.resolve import read_tree
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.migrations import migrate
+from lightning_llm.config.schema.aliases import migrate
 from lightning_llm.config.schema.validation import ParsedConfig
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.config.yaml_file import read_mapping

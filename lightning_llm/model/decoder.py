@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.linalg.gemm import CastOnUse, Reduce
-from lightning_llm.model.attention.kernel_choice import Mask, mask_of
+from lightning_llm.model.attention.kernel_choice import Mask, SeenKeys, mask_of
 from lightning_llm.model.attention.kinds import AttentionSpec
-from lightning_llm.model.attention.seen_keys import SeenKeys
 from lightning_llm.model.auxiliary import AuxiliaryLosses, check_declared
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import LossReduction

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_llm.model.attention.attention import Kernel
-from lightning_llm.model.attention.kernel_choice import Mask
-from lightning_llm.model.attention.seen_keys import SeenKeys
+from lightning_llm.model.attention.kernel_choice import Mask, SeenKeys
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.axis import AxisOnRanks, Reduction, all_reduce
 from lightning_llm.parallel.collectives import GroupRef, gather_tokens

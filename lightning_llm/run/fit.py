@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from lightning_llm.base.errors import CallbackFailedError, ConfigError, StorageError
+from lightning_llm.base.integrity import RECORDS
 from lightning_llm.base.signals import STOPPING, not_ignored
 from lightning_llm.base.terminal import one_line
 from lightning_llm.config.config_hash import config_digest, flatten, frozen_values
@@ -33,9 +34,7 @@ from lightning_llm.run.inputs import Inputs
 from lightning_llm.run.launch.environment import is_first_rank, print_once, rank_environment
 from lightning_llm.run.opening import Rank, build_callbacks
 from lightning_llm.run.resume.start import Start
-from lightning_llm.tracking.chain import RECORDS
 from lightning_llm.tracking.files import mark_failed, summary_of
-from lightning_llm.tracking.loggers import LightningRunLogger
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker
 from lightning_llm.tracking.rank_liveness import (
     Beat,
@@ -51,8 +50,8 @@ from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedB
 from lightning_llm.train.checkpoint.manifest import FROZEN_CONFIG
 from lightning_llm.train.distillation import Distillation
 from lightning_llm.train.endings import EarlyEnd, FailStalledRun
+from lightning_llm.train.loggers import LightningRunLogger, RecordLogger
 from lightning_llm.train.module import CorpusDataModule, LanguageModule
-from lightning_llm.train.record_logger import RecordLogger
 from lightning_llm.train.run_folder import RunFolder, RunLogger
 from lightning_llm.train.spikes import SpikeRollback, StepNotMadeError
 from lightning_llm.train.strategy import TrainStrategy

@@ -28,8 +28,8 @@ from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.sweep import SweepConfig, read_margin
 from lightning_llm.sweep.ending import close
-from lightning_llm.sweep.job_locks import Outcome, await_elsewhere, one_at_a_time, runs_elsewhere
 from lightning_llm.sweep.jobs import left_to_do, opened, start
+from lightning_llm.sweep.progress import Outcome, await_elsewhere, one_at_a_time, runs_elsewhere
 from lightning_llm.tracking.reading import Run, read_run
 from lightning_llm.tracking.run_state import SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job, Sweep, SweepSource, define, tracked, write_sweep

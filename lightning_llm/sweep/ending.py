@@ -8,8 +8,7 @@ from typing import Any
 
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import command, sync_command
-from lightning_llm.sweep.job_locks import Outcome, is_trained, one_at_a_time, runs_elsewhere
-from lightning_llm.sweep.progress import STOPPED
+from lightning_llm.sweep.progress import STOPPED, Outcome, is_trained, one_at_a_time, runs_elsewhere
 from lightning_llm.tracking.mlflow.sweep import parent_job, write_parent
 from lightning_llm.tracking.mlflow.sync import catch_up
 from lightning_llm.tracking.mlflow.tracker import tracking_uri

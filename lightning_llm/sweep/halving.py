@@ -18,9 +18,8 @@ from lightning_llm.base.signals import Relay, signals_passed_on
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.sweep.decide import check_metric
 from lightning_llm.sweep.ending import close
-from lightning_llm.sweep.job_locks import Outcome, await_elsewhere, runs_elsewhere
 from lightning_llm.sweep.jobs import SearchRequest, check_launcher, left_to_do, opened, start
-from lightning_llm.sweep.progress import SearchPhase
+from lightning_llm.sweep.progress import Outcome, SearchPhase, await_elsewhere, runs_elsewhere
 from lightning_llm.sweep.running_jobs import losses_at, run_in, watched, worse_than_best
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.rank_liveness import signal_ranks

@@ -19,10 +19,8 @@ from lightning_llm.plan.resolve import DerivedConfig, plan_of
 from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.run.launch.ray_cluster import in_sweep, ray_problems
 from lightning_llm.run.resume.branch import with_branch_resolved
-from lightning_llm.sweep.job_locks import Outcome, one_at_a_time, runs_elsewhere
-from lightning_llm.sweep.local import run_here
-from lightning_llm.sweep.progress import Progress, SearchPhase
-from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
+from lightning_llm.sweep.launchers import run_here, run_on_slurm, slurm_problems
+from lightning_llm.sweep.progress import Outcome, Progress, SearchPhase, one_at_a_time, runs_elsewhere
 from lightning_llm.tracking.mlflow.sweep import parent_job, write_parent
 from lightning_llm.tracking.mlflow.tracker import tracking_uri
 from lightning_llm.tracking.run_state import SETTLED, settled_state

@@ -15,7 +15,6 @@ from lightning_llm.base.signals import Relay, signals_passed_on
 from lightning_llm.config.config_hash import hashed_values, training_hash, without_observers
 from lightning_llm.sweep.decide import check_metric
 from lightning_llm.sweep.ending import close
-from lightning_llm.sweep.job_locks import Outcome, await_elsewhere, one_at_a_time
 from lightning_llm.sweep.jobs import SearchRequest, check_launcher, left_to_do, opened, start
 from lightning_llm.sweep.optuna_study import (
     Search,
@@ -29,7 +28,7 @@ from lightning_llm.sweep.optuna_study import (
     tell,
     write_trials,
 )
-from lightning_llm.sweep.progress import SearchPhase
+from lightning_llm.sweep.progress import Outcome, SearchPhase, await_elsewhere, one_at_a_time
 from lightning_llm.sweep.running_jobs import pruned_at, watched
 from lightning_llm.tracking.run_state import SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job, define, write_sweep

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.integrity import digest_problem, each_once
+from lightning_llm.base.integrity import DIGEST_BYTES, RECORDS, ChainHead, digest_problem, each_once
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.weight_folders import TOKENIZER
-from lightning_llm.tracking.chain import DIGEST_BYTES, RECORDS, ChainHead
 
 Record = Mapping[str, Any]
 Status = Literal["finished", "failed", "stopped"]

@@ -11,10 +11,11 @@ import yaml
 from pydantic import ValidationError
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.integrity import RECORDS, ChainHead
 from lightning_llm.base.terminal import shown
 from lightning_llm.config.config_hash import config_digest, flatten
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.migrations import migrate
+from lightning_llm.config.schema.aliases import migrate
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.yaml_file import without_escapes
 from lightning_llm.data.mixing.addressing import SKIPPED_SAMPLES
@@ -22,7 +23,6 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.precision.native.decide import DEVICES
-from lightning_llm.tracking.chain import RECORDS, ChainHead
 from lightning_llm.tracking.evaluations import PREFIX, comparable, read_evaluations
 from lightning_llm.tracking.files import (
     END,

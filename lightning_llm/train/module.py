@@ -24,9 +24,9 @@ from lightning_llm.precision.cast.kernel_cache import tally
 from lightning_llm.precision.linear.swap import EMULATED
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.train.distillation import Distillation
+from lightning_llm.train.loggers import RecordLogger
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantization import LossScaler, Quantization
-from lightning_llm.train.record_logger import RecordLogger
 from lightning_llm.train.spikes import SpikePolicy
 from lightning_llm.train.step import TrainState, TrainStep
 from lightning_llm.train.validation import Validation

@@ -15,9 +15,9 @@ import lightning.pytorch as pl
 
 from lightning_llm.base.errors import ConfigError, Problem, StorageError
 from lightning_llm.base.hardware import describe_device
+from lightning_llm.base.integrity import RECORDS, ChainHead, RecordChain
 from lightning_llm.base.terminal import escaped
 from lightning_llm.config.redact import redacted
-from lightning_llm.tracking.chain import RECORDS, ChainHead, RecordChain
 from lightning_llm.tracking.files import (
     RESTARTS,
     Record,
@@ -35,7 +35,7 @@ from lightning_llm.tracking.final_figures import draw_losses, final_figures
 from lightning_llm.tracking.provenance import code_hash, git_state, process_mark, versions
 from lightning_llm.tracking.run_state import Heartbeat, HeldFolder
 from lightning_llm.tracking.sweep_file import title_of
-from lightning_llm.train.record_logger import RecordLogger
+from lightning_llm.train.loggers import RecordLogger
 
 __all__ = ["RunFolder", "RunLogger", "Status", "cut_back"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.integrity import ChainHead
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_digest, flatten
-from lightning_llm.tracking.chain import ChainHead
 from lightning_llm.tracking.files import encode, sealed_records, write_json
 
 NOISE = [0.0004, -0.0003, 0.0001, 0.0006, -0.0005]

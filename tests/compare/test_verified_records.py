@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
+from lightning_llm.base.integrity import ChainHead
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.judge import compare_runs
 from lightning_llm.compare.runs.read_runs import read_all
@@ -21,7 +22,6 @@ from lightning_llm.compare.terms import Terms
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_digest, flatten
 from lightning_llm.config.yaml_file import write_config
-from lightning_llm.tracking.chain import ChainHead
 from lightning_llm.tracking.files import mark_failed, sealed_records, write_json
 from lightning_llm.tracking.reading import read_run
 from lightning_llm.tracking.sweep_file import checked_sweep

@@ -7,7 +7,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash, flatten
 from lightning_llm.config.from_file import load_config
-from lightning_llm.config.schema.migrations import RENAMED
+from lightning_llm.config.schema.aliases import RENAMED
 from lightning_llm.config.yaml_file import config_text
 
 UNQUANTIZED = ["precision.modules.first_blocks_high_precision=1", "precision.modules.last_fraction_high_precision=0.5"]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.sweep import local
+from lightning_llm.sweep import launchers as local
 from tests.sweep.forked_jobs import ForkedJob
 
 PAGE = Path(__file__).parents[2] / "docs" / "first_question.md"

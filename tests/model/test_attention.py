@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from lightning_llm.model.attention import cpu_kernel as attention_cpu
 from lightning_llm.model.attention.attention import dot_product_attention, for_all_heads, torch_attention
 from lightning_llm.model.attention.cpu_kernel import is_faster_here, short_attention
+from lightning_llm.model.attention.kernel_choice import document_mask
 from lightning_llm.model.attention.kinds import SHORT_KERNEL_TOKENS
-from lightning_llm.model.attention.seen_keys import document_mask
 
 
 def operands(length, kv_heads=2, dtype=torch.float64, batch=2, heads=4, size=6):

@@ -5,7 +5,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_llm.model.attention.attention import torch_attention
-from lightning_llm.model.attention.seen_keys import document_mask
+from lightning_llm.model.attention.kernel_choice import document_mask
 
 pytestmark = pytest.mark.gpu
 

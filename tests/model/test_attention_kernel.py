@@ -14,9 +14,9 @@ from lightning_llm.model.attention.kernel_choice import (
     NoKernelError,
     any_kernel,
     attention_by,
+    document_mask,
     kernel_of,
 )
-from lightning_llm.model.attention.seen_keys import document_mask
 
 CPU = torch.device("cpu")
 OPERATORS = {

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_llm.config.schema.model import FEED_FORWARDS, MIXERS, NORMS, ModelConfig
 from lightning_llm.linalg.grouped import GroupedLinear
 from lightning_llm.model.attention import attention
-from lightning_llm.model.attention.seen_keys import document_mask
+from lightning_llm.model.attention.kernel_choice import document_mask
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.init import distribution_of

@@ -13,8 +13,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.model.attention import attention
 from lightning_llm.model.attention.attention import dot_product_attention
-from lightning_llm.model.attention.kernel_choice import attention_by
-from lightning_llm.model.attention.seen_keys import SeenKeys, document_mask
+from lightning_llm.model.attention.kernel_choice import SeenKeys, attention_by, document_mask
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.cp import keys_of_all_ranks, positions_of
 from tests.run_metrics import read_metrics

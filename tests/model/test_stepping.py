@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_llm.config.schema.model import MIXERS, ModelConfig
 from lightning_llm.model.attention.attention import SoftmaxAttention
-from lightning_llm.model.attention.cache import KeyValueCache
+from lightning_llm.model.stepping import KeyValueCache
 from tests.model.model_shapes import LLAMA3_SCALING, build, gemma2, gpt2, llama, qwen3, tokens_of
 
 LENGTH = 90  # beyond a block of 64 keys, and no multiple of 16

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.model.attention.attention import dot_product_attention, torch_attention
-from lightning_llm.model.attention.seen_keys import document_mask
+from lightning_llm.model.attention.kernel_choice import document_mask
 from lightning_llm.model.decoder import mask_padding
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import next_token_loss_sum

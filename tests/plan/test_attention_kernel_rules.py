@@ -4,7 +4,7 @@ import pytest
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash, differences_on_resume
-from lightning_llm.config.schema.migrations import migrate
+from lightning_llm.config.schema.aliases import migrate
 from lightning_llm.plan.attention_kernel import attention_kernel_problems
 from lightning_llm.plan.report import plan_facts
 from lightning_llm.plan.resolve import DerivedConfig, plan_of

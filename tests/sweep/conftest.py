@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_llm.sweep import local
+from lightning_llm.sweep import launchers as local
 from tests.sweep.forked_jobs import ForkedJob
 from tests.sweep.short_jobs import start_short_jobs
 

@@ -18,7 +18,7 @@ START = python_module("lightning_llm")
 
 
 class ForkedJob:
-    """The part of `subprocess.Popen` that `sweep.local` uses, for a command `lightning-llm WORDS`."""
+    """The part of `subprocess.Popen` that `sweep.launchers` uses, for a command `lightning-llm WORDS`."""
 
     def __init__(self, command: list[str], process_group: int, env: dict[str, str], stdout: Any, stderr: Any):
         assert command[: len(START)] == START

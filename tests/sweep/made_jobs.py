@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_llm.sweep import local
+from lightning_llm.sweep import launchers as local
 
 Loss = Callable[[dict[str, Any], int], float]
 PATIENCE_SECONDS = 20.0

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_llm.base.interpreter import python_module
 from lightning_llm.config.sweep_space import compose_sweep
-from lightning_llm.sweep import local
+from lightning_llm.sweep import launchers as local
 from lightning_llm.tracking.sweep_definition import Job, Sweep, define
 
 CHILD = """
@@ -51,4 +51,4 @@ def start_short_jobs(monkeypatch: pytest.MonkeyPatch, child: str = CHILD) -> Non
         return [sys.executable, "-c", child, str(file)], file
 
     monkeypatch.setattr(local, "job_command", command)
-    monkeypatch.setattr("lightning_llm.sweep.slurm.job_command", command)
+    monkeypatch.setattr("lightning_llm.sweep.launchers.job_command", command)

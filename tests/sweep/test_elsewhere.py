@@ -20,7 +20,7 @@ from filelock import FileLock
 from lightning_llm.__main__ import main
 from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.run.launch.lock import lock_run
-from lightning_llm.sweep import job_locks as elsewhere
+from lightning_llm.sweep import progress as elsewhere
 from lightning_llm.sweep import running_jobs as watch
 from lightning_llm.tracking.sweep_definition import Job, define
 from lightning_llm.tracking.sweep_file import LOCKS

@@ -18,7 +18,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.yaml_file import write_config
 from lightning_llm.run.resume.start import Start, decide_start
 from lightning_llm.sweep.ending import close, close_again
-from lightning_llm.sweep.job_locks import Outcome, allow_open_files, locked
+from lightning_llm.sweep.progress import Outcome, allow_open_files, locked
 from lightning_llm.tracking import run_state as heartbeat
 from lightning_llm.tracking.files import write_json
 from lightning_llm.tracking.provenance import has_ended, process_mark

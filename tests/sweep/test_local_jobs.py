@@ -16,7 +16,7 @@ from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.sweep import ending
 from lightning_llm.sweep import jobs as sweep_jobs
-from lightning_llm.sweep.local import DevicePool, Relay, cuda_devices, run_here
+from lightning_llm.sweep.launchers import DevicePool, Relay, cuda_devices, run_here
 from lightning_llm.sweep.progress import Progress, duration
 from lightning_llm.tracking.run_state import state_of
 from lightning_llm.tracking.sweep_definition import define

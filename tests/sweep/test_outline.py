@@ -9,7 +9,7 @@ import pytest
 
 from lightning_llm.__main__ import main
 from lightning_llm.sweep import progress
-from lightning_llm.sweep.job_locks import Outcome
+from lightning_llm.sweep.progress import Outcome
 from tests.sweep.short_jobs import sweep_of
 
 WORDS = ["recipe=quickstart", "precision=bf16,mxfp8", "seed=0,1", "trainer.max_steps=60"]

@@ -15,8 +15,8 @@ import pytest
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.base.signals import Relay
 from lightning_llm.config.compose import compose_config
+from lightning_llm.sweep.launchers import array_parameters, run_on_slurm, slurm_problems
 from lightning_llm.sweep.progress import Progress
-from lightning_llm.sweep.slurm import array_parameters, run_on_slurm, slurm_problems
 from lightning_llm.tracking.run_state import detail_of, state_of
 from tests.sweep.short_jobs import MEETING_CHILD, start_short_jobs, sweep_of, times
 
@@ -89,7 +89,7 @@ class KilledError(BaseException):
 def between_looks(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Do `act` where `run_on_slurm` waits before it looks at its jobs again."""
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: (act(), time.sleep(0.1)))
-    monkeypatch.setattr("lightning_llm.sweep.slurm.time", clock)
+    monkeypatch.setattr("lightning_llm.sweep.launchers.time", clock)
 
 
 def test_jobs_are_one_array_however_often_the_sweep_is_started(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_llm.tracking.chain import ChainHead, RecordChain
+from lightning_llm.base.integrity import ChainHead, RecordChain
 from lightning_llm.tracking.files import cut_back, damaged_record, decode, encode, read_records, write_json
 from tests.messages import missing
 

@@ -16,8 +16,7 @@ from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema.run import DistilConfig
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.evaluate.weights import load_model
-from lightning_llm.model.attention.kernel_choice import attention_by, mask_of
-from lightning_llm.model.attention.seen_keys import SeenKeys
+from lightning_llm.model.attention.kernel_choice import SeenKeys, attention_by, mask_of
 from lightning_llm.model.loss import divergence_sum
 from lightning_llm.train.distillation import Distillation
 from tests.run_metrics import read_metrics

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
+from lightning_llm.config.schema.aliases import ADDED
 from lightning_llm.config.schema.base import Group, RankCount
 from lightning_llm.config.schema.data import DataConfig
-from lightning_llm.config.schema.migrations import ADDED
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.optim import (
     ALGORITHMS,

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from lightning_llm.base.registry import NameIn
+from lightning_llm.config.schema.aliases import first_name
 from lightning_llm.config.schema.base import Group, PositiveFloat, PositiveInt
 from lightning_llm.config.schema.cast_kinds import SCALES
 from lightning_llm.config.schema.casts import (
@@ -33,7 +34,6 @@ from lightning_llm.config.schema.casts import (
     Scale,
     block_size,
 )
-from lightning_llm.config.schema.migrations import first_name
 from lightning_llm.config.schema.module_rules import (
     SELECTS,
     CastRule,

@@ -15,12 +15,11 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.attention import kinds
-from lightning_llm.model.attention.cache import KeyValueCache
 from lightning_llm.model.attention.cpu_kernel import ROWS, is_faster_here, row_attention, short_attention
 from lightning_llm.model.attention.kernel_choice import Mask, any_kernel, takes_short_kernel
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.rope import apply_rope
-from lightning_llm.model.stepping import blocks_of, in_block, rows_of
+from lightning_llm.model.stepping import KeyValueCache, blocks_of, in_block, rows_of
 from lightning_llm.model.structure import norm_of
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Any], Tensor]

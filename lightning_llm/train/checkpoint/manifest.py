@@ -31,7 +31,9 @@ from uuid import uuid4
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.integrity import (
+    RECORDS,
     SEAL,
+    ChainHead,
     FileContent,
     digest_of_file,
     parse_object,
@@ -39,7 +41,6 @@ from lightning_llm.base.integrity import (
     size_problem,
     unseal,
 )
-from lightning_llm.tracking.chain import RECORDS, ChainHead
 
 VERSION = 3
 UNSEALED = 2

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.tracking import loggers
 from lightning_llm.tracking.files import read_records
-from lightning_llm.tracking.loggers import WANDB_ID_FILE, LightningRunLogger
+from lightning_llm.train import loggers
+from lightning_llm.train.loggers import WANDB_ID_FILE, LightningRunLogger
 from lightning_llm.train.run_folder import RunFolder
 from tests.protocol_module import make_config
 
