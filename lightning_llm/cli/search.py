@@ -14,6 +14,8 @@ import yaml
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.folders import nearest_existing
 from lightning_llm.base.hardware import GIB
+from lightning_llm.config.compose import compose_tree
+from lightning_llm.config.overrides import parse_overrides
 from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.run import ParallelConfig
@@ -27,12 +29,12 @@ from lightning_llm.plan.search.placement import place_fastest
 from lightning_llm.plan.search.pricing import Priced, Pricer
 from lightning_llm.plan.search.report import draw_front, layout_name, render_search, search_facts
 from lightning_llm.plan.search.search import SearchResult, search
-from lightning_llm.plan.search.space import Space, no_layout_problems, typed_values
+from lightning_llm.plan.search.space import MICRO_BATCH, Space, no_layout_problems, typed_values
 from lightning_llm.plan.time.links import LinkMatrix, read_links, uniform_links
 from lightning_llm.run.checked_plan import read_arguments
 from lightning_llm.run.resume.branch import with_branch_resolved
 
-GROUP = "parallel"
+GROUP, BATCH = "parallel", "data.global_batch_size"
 NAME = re.compile(r"[\w-]{1,100}")
 
 
@@ -48,6 +50,10 @@ def search_layouts(arguments: argparse.Namespace) -> int:
     planner = arguments.planner or "exhaustive"
     config = with_branch_resolved(read_arguments(arguments)).checked()
     world = config.world or config.trainer.devices
+    chosen, note = _batch_to_choose(arguments, config, world)
+    if chosen:
+        arguments.overrides = [*arguments.overrides, f"{BATCH}={chosen}"]
+        config = read_arguments(arguments).checked()
     space = Space(config, world, typed_values(arguments.overrides, config))
     if problems := [*_output_problems(arguments), *_space_problems(space)]:
         raise ConfigError(problems)
@@ -62,10 +68,13 @@ def search_layouts(arguments: argparse.Namespace) -> int:
     found = search(pricer, by_block=planner == "galvatron", every=arguments.pareto is not None)
     if matrix is not None and found.fitting:
         found.fitting = place_fastest(pricer, found.fitting, matrix)
-    facts = search_facts(found, pricer, planner)
+    facts = search_facts(found, pricer, planner) | {"batch_note": note}
+    if chosen:
+        for each in (*facts["layouts"], *facts["too_large"]):
+            each["overrides"] = {BATCH: chosen, **each["overrides"]}
     if found.fitting and arguments.write:
         facts["written"] = str(arguments.write)
-        facts["words"] = write_layout(arguments.write, found.fitting[0], planner)
+        facts["words"] = write_layout(arguments.write, found.fitting[0], planner, chosen)
     if found.fitting and arguments.pareto:
         title = f"{config.model.name} on {world} ranks of {cluster.name}"
         draw_front(found.fitting, pricer.limit_bytes, title, arguments.pareto)
@@ -79,6 +88,26 @@ def search_layouts(arguments: argparse.Namespace) -> int:
         print(f"written {arguments.write}: {' '.join([*program('lightning-llm', 'lightning_llm'), 'train', *folder])} "
               f"{' '.join(facts['words'])} ...")  # fmt: skip
     return 0
+
+
+def _batch_to_choose(arguments: argparse.Namespace, config: Config, world: int) -> tuple[int | None, str | None]:
+    """Return (batch to plan with, note on it) if no batch was given and the default is not a multiple of the ranks.
+
+    It is one sequence (or the given `data.micro_batch_size`) per rank, a multiple of every layout's data-parallel
+    ranks. (None, None): keep the config's batch. A batch is given by an override, a file of a run, a parent run, or by
+    a preset or file of `data` with another one than the default.
+    """
+    given = {each.key_or_group for each in parse_overrides(arguments.overrides)}
+    if arguments.config or config.branch_from is not None or BATCH in given:
+        return None, None
+    size = config.data.micro_batch_size if MICRO_BATCH in given else 1
+    default, batch = compose_tree([])[0].data.global_batch_size, world * size
+    if default % batch == 0 or config.data.global_batch_size != default:
+        return None, None
+    return batch, (
+        f"{BATCH} was not given: planned with {batch:,} sequences, {size} for each of {world:,} ranks, instead of "
+        f"the default, {default}, which is not a multiple of that. Set {BATCH} to yours."
+    )
 
 
 def _output_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
@@ -159,13 +188,14 @@ def layout_file_problems(file: Path, force: bool) -> Iterator[Problem]:
         yield Problem("--write", f"{folder} is not writable. Choose another folder.", file)
 
 
-def write_layout(file: Path, priced: Priced, planner: str) -> list[str]:
-    """Write the layout to `file` atomically and return the overrides that select it.
+def write_layout(file: Path, priced: Priced, planner: str, batch: int | None = None) -> list[str]:
+    """Write the layout to `file` atomically and return the overrides that select it, with the chosen `batch` if any.
 
     Raises:
         ConfigError: it cannot be written.
     """
     overrides = [f"{GROUP}={file.stem}", f"data.micro_batch_size={priced.choice.micro_batch_size}"]
+    overrides += [f"{BATCH}={batch}"] if batch else []
     partial = file.with_name(f"{file.name}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -139,18 +139,28 @@ def for_layers(model: ModelConfig, layers: Iterable[int], value: Callable[[int],
 
 def block_linears(config: ModelConfig, index: int) -> list[LinearSpec]:
     """Return the linears of block `index` of `Decoder(config)`, in module order; names are those within the block."""
-    return [
+    return list(_block_linears(Same(config), first_alike(config, index)))
+
+
+@lru_cache(maxsize=256)
+def _block_linears(same: Same, index: int) -> tuple[LinearSpec, ...]:
+    parts = block_parts(same.model, index).items()
+    return tuple(
         linear._replace(name=f"{part_name}.{linear.name}")
-        for part_name, part in block_parts(config, index).items()
-        for linear in part.linears(config)
-    ]
+        for part_name, part in parts
+        for linear in part.linears(same.model)
+    )
 
 
 def linears_of(config: ModelConfig) -> dict[str, LinearSpec]:
     """Return the linears of all blocks by full name, in module order."""
-    layers = range(config.num_layers)
-    by_layer = for_layers(config, layers, lambda index: block_linears(config, index))
-    return {f"layers.{index}.{linear.name}": linear for index in layers for linear in by_layer[index]}
+    return dict(_linears_of(Same(config)))
+
+
+@lru_cache(maxsize=64)
+def _linears_of(same: Same) -> Mapping[str, LinearSpec]:
+    layers = range(same.model.num_layers)
+    return {f"layers.{index}.{linear.name}": linear for index in layers for linear in block_linears(same.model, index)}
 
 
 def experts_by_linear(config: ModelConfig) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from lightning_llm.base.errors import ConfigError, Problem
@@ -137,13 +136,8 @@ class Degrees(PerAxis):
             if axes == ("edp",):
                 return [group[start::each] for group in groups for start in range(each)]
             return [group[start : start + each] for group in groups for start in range(0, len(group), each)]
-        shared: dict[tuple[int, ...], list[int]] = {}
-        for rank, coordinates in enumerate(product(*(range(degree) for degree in self.by_axis.values()))):
-            others = tuple(
-                coordinate for axis, coordinate in zip(self.by_axis, coordinates, strict=True) if axis not in axes
-            )
-            shared.setdefault(others, []).append(rank)
-        return list(shared.values())
+        alike = self.first_group(*axes)
+        return [[first + rank for rank in alike] for first in self.first_group(*self.by_axis.keys() - set(axes))]
 
 
 def replica_axes() -> tuple[str, ...]:

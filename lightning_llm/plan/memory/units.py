@@ -34,12 +34,14 @@ class Unit:
 
     def shard(self, ranks: int) -> int:
         """Return the elements of one of `ranks` shards; FSDP2 pads each parameter's rows to a multiple of `ranks`."""
-        return sum(-(-each.rows // self.over(ranks)) * each.columns for each in self.parameters)
+        over = self.over(ranks)
+        return sum(-(-each.rows // over) * each.columns for each in self.parameters)
 
     def shards(self, ranks: int) -> Iterator[ParameterShard]:
         """Yield the shard of every parameter that each of `ranks` ranks holds, including padding."""
+        over = self.over(ranks)
         for each in self.parameters:
-            yield ParameterShard(-(-each.rows // self.over(ranks)), each.columns, each.role)
+            yield ParameterShard(-(-each.rows // over), each.columns, each.role)
 
     def code_bytes(self, ranks: int) -> int:
         """Return the bytes of codes in one of `ranks` shards."""

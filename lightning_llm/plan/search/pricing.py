@@ -18,7 +18,7 @@ from lightning_llm.plan.memory.fit import RESERVE, device_memory_bytes
 from lightning_llm.plan.memory.rank_bytes import ALLOCATOR_RESERVE, held_throughout, peak_memory
 from lightning_llm.plan.resolve import DerivedConfig, Plan
 from lightning_llm.plan.search.space import Choice, Space
-from lightning_llm.plan.stages import StagePart, chunks_in_flight, split_layers
+from lightning_llm.plan.stages import StagePart, block_kinds, chunks_in_flight, split_layers
 from lightning_llm.plan.time.operations import Passes
 from lightning_llm.plan.time.stage import ends_of
 from lightning_llm.plan.time.step import StepTime, StepTimer, no_time
@@ -128,7 +128,10 @@ class Bounds:
         plan = DerivedConfig(config, self.capability).plan()
         layers = range(config.model.num_layers)
         if not timed:
-            every = [block_bytes(plan, index) for index in layers]
+            kinds = list(block_kinds(config, layers))
+            first = {kind: kinds.index(kind) for kind in kinds}
+            alike = {kind: block_bytes(plan, index) for kind, index in first.items()}
+            every = [alike[kind] for kind in kinds]
             kept = [0, *accumulate(each.kept for each in every)]
             return Blocks([], [], kept, min(each.backward for each in every), (0, 0), (0, 0))
         operations = StepTimer(plan, self.cluster).operations

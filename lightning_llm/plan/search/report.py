@@ -119,6 +119,8 @@ def render_search(facts: dict[str, Any]) -> str:
         f"{counts['too_large']:,} too large, {counts['refused']:,} refused by the checks, "
         f"{counts['emulated']:,} emulated",
     ]
+    if facts["batch_note"]:
+        lines.append(facts["batch_note"])
     if facts["kept"]:
         lines.append("kept as typed: " + ", ".join(f"{name}={value}" for name, value in facts["kept"].items()))
     timed, emulated = (

@@ -214,6 +214,32 @@ def test_keys_of_the_command_line_are_not_varied(capsys):
     assert {(each["data.micro_batch_size"], each["parallel.activation_checkpoint"]) for each in chosen} == {(1, "full")}
 
 
+@pytest.mark.parametrize(
+    ("words", "batch"),
+    [
+        (["world=2048"], 2048),
+        (["world=6", "data.micro_batch_size=3"], 18),
+        (["world=2"], None),  # the default, 4, is a multiple of it
+        (["world=8", "data.global_batch_size=16"], None),
+        (["world=16", "recipe=quickstart", "model=llama_tiny", "parallel=single", "parallel.pp=2"], None),
+    ],
+)
+def test_a_search_without_a_batch_plans_with_one_sequence_per_rank(words, batch, tmp_path, capsys):
+    fixed = ["parallel.tp=1", "parallel.cp=1", "parallel.activation_checkpoint=none"]
+    words = ["plan", "cluster=h100_dgx", *fixed, *(["parallel.pp=1"] if "parallel.pp=2" not in words else []), *words]
+    file = tmp_path / "parallel" / "best.yaml"
+    assert main([*words, "--search", "--json", "--write", str(file)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["batch_note"] is None) == (batch is None)
+    assert {each["overrides"].get("data.global_batch_size") for each in facts["layouts"]} == {batch}
+    assert (f"data.global_batch_size={batch}" in facts["words"]) == (batch is not None)
+    if batch:
+        assert f"data.global_batch_size was not given: planned with {batch:,} sequences" in facts["batch_note"]
+        assert main([*words, "--config-dir", str(tmp_path), *facts["words"], "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["step_seconds"]["total"] == pytest.approx(facts["layouts"][0]["seconds"])
+
+
 def test_a_written_layout_file_has_the_found_plan_and_trains(tmp_path, small_run, capsys):
     file, picture = tmp_path / "mine" / "parallel" / "best.yaml", tmp_path / "front.svg"
     words = [*TINY, "data.sequence_length=128", "parallel.cp=1", "parallel.tp=2", "data.micro_batch_size=2"]
