@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from benchmarks.rotation import Row
 from lightning_llm.config.compose import compose_config
-from lightning_llm.plan.memory.accounting import ACCOUNTINGS, Accounting
+from lightning_llm.plan.memory import ACCOUNTINGS, Accounting
 from lightning_llm.plan.memory.rank_bytes import PeakMemory, peak_memory
 from lightning_llm.plan.resolve import plan_of
 

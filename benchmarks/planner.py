@@ -15,12 +15,12 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.check import layout_rule_problems
 from lightning_llm.plan.degrees import resolve_degrees
-from lightning_llm.plan.memory.accounting import ACCOUNTINGS
+from lightning_llm.plan.memory import ACCOUNTINGS
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import DerivedConfig
+from lightning_llm.plan.search import search
 from lightning_llm.plan.search.pricing import Pricer
 from lightning_llm.plan.search.report import layout_name
-from lightning_llm.plan.search.search import search
 from lightning_llm.plan.search.space import Space
 from lightning_llm.plan.time.step import StepTimer
 

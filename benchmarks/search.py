@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from benchmarks.rotation import Row
 from lightning_llm.config.compose import compose_config
+from lightning_llm.plan.search import search
 from lightning_llm.plan.search.pricing import Pricer
-from lightning_llm.plan.search.search import search
 from lightning_llm.plan.search.space import Space
 
 BATCH = ("cluster=h100_dgx", "world=128", "data.global_batch_size=512", "data.sequence_length=4096")

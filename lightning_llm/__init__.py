@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_llm.base import moved
-from lightning_llm.base.imports import defer_torchmetrics
+from lightning_llm.base.process import defer_torchmetrics
 from lightning_llm.base.version import __version__ as __version__
 
 if TYPE_CHECKING:

@@ -2,8 +2,14 @@
 
 import sys
 
-from lightning_llm.base.imports import slow_imports, take_process
-from lightning_llm.base.interpreter import has_working_folder, leave_working_folder, unset_empty_ranks, use_utf8
+from lightning_llm.base.process import (
+    has_working_folder,
+    leave_working_folder,
+    slow_imports,
+    take_process,
+    unset_empty_ranks,
+    use_utf8,
+)
 from lightning_llm.base.signals import early_signals, signal_of, stop_line
 from lightning_llm.base.terminal import open_standard_streams
 

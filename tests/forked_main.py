@@ -7,7 +7,7 @@ tests/run/launch/test_ranks.py.
 import os
 import subprocess
 
-from lightning_llm.base.interpreter import python_module
+from lightning_llm.base.process import python_module
 from tests.sweep.forked_jobs import ForkedJob
 
 

@@ -52,7 +52,7 @@ def test_importing_it_imports_no_library_and_only_small_modules():
             "lightning_llm",
             "lightning_llm.base",
             "lightning_llm.base.at_start",
-            "lightning_llm.base.imports",
+            "lightning_llm.base.process",
             "lightning_llm.base.moved",
             "lightning_llm.base.version",
             "lightning_llm.compare",

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 from lightning_llm.base.errors import Terminated
-from lightning_llm.base.imports import is_importing
+from lightning_llm.base.process import is_importing
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
 GOES_ON = (signal.SIGUSR1, signal.SIGALRM)

@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from lightning_llm.algoperf.benchmark import CLOCKS, Benchmark, score_runs
+from lightning_llm.algoperf import CLOCKS, Benchmark, score_runs
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.base.terminal import escaped
 from lightning_llm.compare.command import print_escaped, table_console

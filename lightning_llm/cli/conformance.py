@@ -3,7 +3,7 @@
 import argparse
 from collections import defaultdict
 
-from lightning_llm.precision.conformance.conformance import Verdict, run_conformance
+from lightning_llm.precision.conformance import Verdict, run_conformance
 
 
 def conformance(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError, gathered
-from lightning_llm.base.imports import slow_imports
+from lightning_llm.base.process import slow_imports
 from lightning_llm.config.workspace import config_dir_arguments
 from lightning_llm.config.yaml_file import in_memory
 from lightning_llm.golden import FALSE_ALARMS

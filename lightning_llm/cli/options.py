@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_llm.cli.completion import SHELLS, complete_group, complete_override
 from lightning_llm.golden import FALSE_ALARMS, STEPS
-from lightning_llm.plan.memory.accounting import ACCOUNTINGS, OURS
+from lightning_llm.plan.memory import ACCOUNTINGS, OURS
 
 WEIGHTS = "a run's folder, a checkpoint, an imported or a Hugging Face folder"
 CODE_FORMATS = ("nvfp4", "mxfp4", "fp8", "int4")

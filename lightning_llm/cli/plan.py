@@ -11,7 +11,7 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.describe import matrix_facts, render_matrix
-from lightning_llm.plan.memory.accounting import ACCOUNTINGS, OURS
+from lightning_llm.plan.memory import ACCOUNTINGS, OURS
 from lightning_llm.plan.report import notes, plan_facts, render
 from lightning_llm.plan.resolve import matrix_of
 from lightning_llm.run.checked_plan import checked_plan

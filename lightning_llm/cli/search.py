@@ -25,10 +25,10 @@ from lightning_llm.plan.check import config_problems, layout_rule_problems
 from lightning_llm.plan.degrees import checkpointing_problems
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import DerivedConfig
+from lightning_llm.plan.search import SearchResult, search
 from lightning_llm.plan.search.placement import place_fastest
 from lightning_llm.plan.search.pricing import Priced, Pricer
 from lightning_llm.plan.search.report import draw_front, layout_name, render_search, search_facts
-from lightning_llm.plan.search.search import SearchResult, search
 from lightning_llm.plan.search.space import MICRO_BATCH, Space, no_layout_problems, typed_values
 from lightning_llm.plan.time.links import LinkMatrix, read_links, uniform_links
 from lightning_llm.run.checked_plan import read_arguments

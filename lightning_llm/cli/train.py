@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_llm.base.errors import CallbackFailedError, ConfigError, Problem, UnhealthyError
-from lightning_llm.base.imports import slow_imports
+from lightning_llm.base.process import slow_imports
 from lightning_llm.base.signals import raised_as_terminated, signals_passed_on
 from lightning_llm.base.terminal import lasting_output
 from lightning_llm.config.schema import Config

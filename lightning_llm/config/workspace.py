@@ -16,7 +16,7 @@ from pathlib import Path
 from shutil import which
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.interpreter import python_module
+from lightning_llm.base.process import python_module
 
 PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of the package `lightning_llm`."""

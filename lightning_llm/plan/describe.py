@@ -6,7 +6,7 @@ from typing import Any
 from lightning_llm.base.hardware import GIB
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees, bitwise_problem
-from lightning_llm.plan.memory.accounting import OURS, Accounting
+from lightning_llm.plan.memory import OURS, Accounting
 from lightning_llm.plan.memory.rank_bytes import peak_memory, peak_memory_pp_rank
 from lightning_llm.plan.memory.units import uses_fsdp
 from lightning_llm.plan.nodes import nodes_are_assumed, ranks_per_node

@@ -27,7 +27,7 @@ from lightning_llm.model.structure import linear_names, mixer_of, parameter_shap
 from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.checkpoints import disk_facts, disk_notes, disk_row
 from lightning_llm.plan.describe import cost_facts, layout_facts, layout_rows, memory_rows, sent_rows, traffic_row
-from lightning_llm.plan.memory.accounting import OURS, Accounting
+from lightning_llm.plan.memory import OURS, Accounting
 from lightning_llm.plan.memory.activations import on_gpu
 from lightning_llm.plan.memory.fit import hardware_facts, hardware_row
 from lightning_llm.plan.memory.units import shard_ranks

@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.hardware import has_nvidia_driver
-from lightning_llm.base.interpreter import python_environment, python_module
+from lightning_llm.base.process import python_environment, python_module
 from lightning_llm.base.signals import Relay
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.run import LauncherConfig

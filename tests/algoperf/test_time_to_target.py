@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_llm.algoperf.benchmark import median_times, profiles, ratios, scores
+from lightning_llm.algoperf import median_times, profiles, ratios, scores
 from lightning_llm.compare.runs.pairing import Pair
 from lightning_llm.compare.time_to_target import Reached, of_times, read_targets, time_to_target
 from lightning_llm.compare.time_to_target import reached as first_at

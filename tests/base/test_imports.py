@@ -12,7 +12,7 @@ from tests.parallel.rank_group import RankGroup
 
 COLLECTING = """
 import gc
-from lightning_llm.base.imports import slow_imports, take_process
+from lightning_llm.base.process import slow_imports, take_process
 OURS
 with slow_imports():
     during = gc.isenabled()

@@ -10,14 +10,14 @@ import pytest
 from lightning.fabric.utilities.rank_zero import _get_rank
 
 from lightning_llm.__main__ import main
-from lightning_llm.base import interpreter
+from lightning_llm.base import process
 from lightning_llm.data.sources.source import document
 from lightning_llm.data.tokens.encode import encode_batches
 from lightning_llm.data.tokens.tokenizer import Tokenizer, write_bytes_tokenizer
 from tests import test_architecture
 from tests.messages import missing
 
-PLACES = {"lightning_llm.base.interpreter", "lightning_llm.run.launch.torch_agent", "lightning_llm.config.workspace"}
+PLACES = {"lightning_llm.base.process", "lightning_llm.run.launch.torch_agent", "lightning_llm.config.workspace"}
 """Modules that may name the interpreter: the function, the call of torch's agent, and a path that is printed."""
 
 
@@ -43,19 +43,19 @@ def test_files_of_the_working_folder_replace_no_library(tmp_path, monkeypatch):
     assert [tokenizer.decode(ids.tolist()) for ids in encoded] == ["the tide tables", "were pinned"]
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    interpreter.leave_working_folder()
+    process.leave_working_folder()
     assert str(tmp_path) not in sys.path  # as `python -m lightning_llm` finds it
-    assert os.environ[interpreter.SAFE_PATH] == "1"
+    assert os.environ[process.SAFE_PATH] == "1"
 
 
 @pytest.mark.parametrize("word", ["", "."])
 def test_child_processes_find_a_checkout_in_the_working_directory(monkeypatch, word):
-    monkeypatch.chdir(interpreter.ROOT)
+    monkeypatch.chdir(process.ROOT)
     monkeypatch.setattr(sys, "path", [word])
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    assert interpreter.python_environment()["PYTHONPATH"] == f"{interpreter.ROOT}{os.pathsep}/mine"
+    assert process.python_environment()["PYTHONPATH"] == f"{process.ROOT}{os.pathsep}/mine"
     monkeypatch.setattr(sys, "path", [])
-    assert "PYTHONPATH" not in interpreter.python_environment()
+    assert "PYTHONPATH" not in process.python_environment()
 
 
 @pytest.mark.parametrize(("value", "rank"), [("", None), (" ", None), ("3", 3)])
@@ -76,9 +76,7 @@ def test_a_locale_of_ascii_alone_does_not_decide_what_a_command_reads(tmp_path):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "é.yaml").write_text("# @package _global_\n# Ωμέγα\ntrainer: {max_steps: 3}\n", "utf-8")
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = interpreter.python_module(
-        "lightning_llm", "config", "--config-dir", str(tmp_path), "recipe=é", "run.name=é"
-    )
+    command = process.python_module("lightning_llm", "config", "--config-dir", str(tmp_path), "recipe=é", "run.name=é")
     done = subprocess.run(command, env=os.environ | ascii_alone, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert "name: é" in done.stdout.decode()
@@ -86,7 +84,7 @@ def test_a_locale_of_ascii_alone_does_not_decide_what_a_command_reads(tmp_path):
 
 def test_a_working_folder_that_was_deleted_is_named(tmp_path):
     (tmp_path / "gone").mkdir()
-    command = ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", *interpreter.python_module("lightning_llm", "config")]
+    command = ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", *process.python_module("lightning_llm", "config")]
     done = subprocess.run(command, cwd=tmp_path / "gone", capture_output=True, check=False, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert missing(done.stderr, "error: ", "working directory", "deleted", "Change to an existing one") == []

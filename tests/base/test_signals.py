@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.base import imports, signals
+from lightning_llm.base import process, signals
 from lightning_llm.base.at_start import is_command
 from lightning_llm.base.errors import ConfigError, Problem, Terminated
 
@@ -62,13 +62,13 @@ def test_during_imports_a_signal_ends_the_process_at_once(monkeypatch, capfd):
         ended.append(code)
         raise SystemExit
 
-    monkeypatch.setattr(imports, "_own_process", True)
+    monkeypatch.setattr(process, "_own_process", True)
     monkeypatch.setattr(os, "_exit", exit_at_once)
-    with pytest.raises(SystemExit), signals.early_signals(["train"]), imports.slow_imports():
+    with pytest.raises(SystemExit), signals.early_signals(["train"]), process.slow_imports():
         os.kill(os.getpid(), signal.SIGINT)
     assert ended == [130]
     assert capfd.readouterr().err == signals.stop_line(signal.SIGINT, ["train"])
-    assert not imports.is_importing()
+    assert not process.is_importing()
 
 
 def test_signals_that_are_ignored_at_the_start_stay_ignored():

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
+from lightning_llm.cli.health import NAMES, read_thresholds
 from lightning_llm.health.communication import BUS_FACTORS
 from lightning_llm.health.devices import FORMATS
 from lightning_llm.health.outliers import ALPHA, LEAST_SLOWDOWN, rounds_for
-from lightning_llm.health.thresholds import NAMES, read_thresholds
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "howto" / "machine_health.md").read_text(encoding="utf-8")

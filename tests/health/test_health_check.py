@@ -15,6 +15,7 @@ import torch.distributed as dist
 import yaml
 
 from lightning_llm.base.errors import UnhealthyError
+from lightning_llm.cli.health import Threshold, failing_lines
 from lightning_llm.config.compose import compose_config
 from lightning_llm.health import communication as collectives
 from lightning_llm.health import communication as links
@@ -23,7 +24,6 @@ from lightning_llm.health.check import check_health
 from lightning_llm.health.devices import Extent
 from lightning_llm.health.ranks import Ranks
 from lightning_llm.health.report import print_report, verdict_lines, write_measured
-from lightning_llm.health.thresholds import Threshold, failing_lines
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.time.links import read_links
 from lightning_llm.run.opening import refuse_unhealthy

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
-from lightning_llm.ladder import command
+from lightning_llm.cli import ladder as command
 from tests.compare import run_folders
 from tests.compare.run_folders import STEP_TOKENS, make_run, refusal, verdicts
 

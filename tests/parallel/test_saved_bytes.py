@@ -20,7 +20,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.linalg.tensors import local
 from lightning_llm.parallel.apply import expensive_ops
-from lightning_llm.plan.memory.accounting import OURS
+from lightning_llm.plan.memory import OURS
 from lightning_llm.plan.memory.rank_bytes import Stage
 from lightning_llm.plan.resolve import Plan, plan_of
 from lightning_llm.plan.stages import parts_of, passes_of

@@ -9,7 +9,7 @@ from lightning_llm.base.hardware import MEMORY_GIB
 from lightning_llm.config.compose import compose_config
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.check import check_config
-from lightning_llm.plan.memory.accounting import ACCOUNTINGS
+from lightning_llm.plan.memory import ACCOUNTINGS
 from lightning_llm.plan.memory.rank_bytes import peak_memory
 from lightning_llm.plan.report import plan_facts, render
 from lightning_llm.plan.resolve import plan_of

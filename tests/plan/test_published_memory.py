@@ -8,7 +8,7 @@ import pytest
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.model.flops import count_parameters
-from lightning_llm.plan.memory.accounting import ACCOUNTINGS
+from lightning_llm.plan.memory import ACCOUNTINGS
 from lightning_llm.plan.memory.rank_bytes import peak_memory
 from lightning_llm.plan.resolve import plan_of
 

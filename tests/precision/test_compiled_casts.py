@@ -16,7 +16,7 @@ from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.divisibility import CONTRACTION
 from lightning_llm.precision.cast import inductor, kernel_cache
-from lightning_llm.precision.conformance.conformance import run_conformance
+from lightning_llm.precision.conformance import run_conformance
 from tests.parallel.cut_operands import degrees_of, differing, words_of
 from tests.precision.recipes import CASTS, DISTINCT
 from tests.run_metrics import read_metrics

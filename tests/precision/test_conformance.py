@@ -9,7 +9,7 @@ import pytest
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.precision.cast import rounding, scales
-from lightning_llm.precision.conformance.conformance import run_conformance
+from lightning_llm.precision.conformance import run_conformance
 
 VECTORS = Path(__file__).parent / "vectors"
 

@@ -7,7 +7,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from lightning_llm.__main__ import main
-from lightning_llm.base.interpreter import python_module
+from lightning_llm.base.process import python_module
 from lightning_llm.tracking.mlflow import tracker
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker
 from lightning_llm.train import run_folder

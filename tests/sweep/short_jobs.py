@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_llm.base.interpreter import python_module
+from lightning_llm.base.process import python_module
 from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.sweep import launchers as local
 from lightning_llm.tracking.sweep_definition import Job, Sweep, define

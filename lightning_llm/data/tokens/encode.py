@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.interpreter import python_environment, python_module
+from lightning_llm.base.process import python_environment, python_module
 from lightning_llm.data.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # a process starts sooner without the config's schema

@@ -10,7 +10,7 @@ from lightning_llm.model.structure import block_parts, mixer_of, norm_of
 from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.attention_kernel import takes_blocks
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.memory.accounting import OURS, Accounting
+from lightning_llm.plan.memory import OURS, Accounting
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of
 from lightning_llm.precision.module_rules import reasons_to_stay_unquantized, rule_in_effect

@@ -18,7 +18,7 @@ from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.degrees import Degrees, replica_axes
 from lightning_llm.plan.divisibility import SHARD_AXES
 from lightning_llm.plan.gradient_codes import scattered_bytes
-from lightning_llm.plan.memory.accounting import OURS, Accounting
+from lightning_llm.plan.memory import OURS, Accounting
 from lightning_llm.plan.memory.activations import code_bits, on_gpu, recomputed_layers
 from lightning_llm.plan.memory.units import Unit, Units, shard_ranks, sums_in_tree, units_of, uses_fsdp
 from lightning_llm.plan.nodes import ranks_per_node, ranks_together

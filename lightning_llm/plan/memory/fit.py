@@ -7,7 +7,7 @@ from lightning_llm.base.hardware import GIB, MEMORY_GIB, memory_bytes_here
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.memory.accounting import OURS, Accounting
+from lightning_llm.plan.memory import OURS, Accounting
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import DerivedConfig, Plan
 

@@ -9,7 +9,7 @@ from lightning_llm.model.flops import CHUNK_ELEMENTS
 from lightning_llm.model.structure import block_parameters
 from lightning_llm.optim.kinds import DTYPE_BYTES, StateBytes, state_bytes
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.memory.accounting import OURS, Accounting
+from lightning_llm.plan.memory import OURS, Accounting
 from lightning_llm.plan.memory.activations import (
     BlockBytes,
     block_bytes,

@@ -13,8 +13,8 @@ from lightning_llm.base.terminal import new_console
 from lightning_llm.plan.degrees import replica_axes, shard_axes
 from lightning_llm.plan.memory.fit import RESERVE, hardware_facts
 from lightning_llm.plan.nodes import nodes_of_groups, ranks_per_node
+from lightning_llm.plan.search import LISTED, SearchResult, pareto_front
 from lightning_llm.plan.search.pricing import Priced, Pricer
-from lightning_llm.plan.search.search import LISTED, SearchResult, pareto_front
 from lightning_llm.plan.search.space import CHECKPOINTING
 from lightning_llm.plan.stages import INTERLEAVED
 from lightning_llm.plan.time.describe import assumptions, published_ratio, range_text, ratio_text

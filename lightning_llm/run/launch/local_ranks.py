@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from lightning_llm.base.errors import CallbackFailedError
-from lightning_llm.base.imports import slow_imports
+from lightning_llm.base.process import slow_imports
 from lightning_llm.base.signals import STOPPED_CODES, exit_code, not_ignored
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import config_dir_arguments, how_to_resume

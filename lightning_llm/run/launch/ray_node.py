@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.base.imports import slow_imports
-from lightning_llm.base.interpreter import python_environment, python_module
+from lightning_llm.base.process import python_environment, python_module, slow_imports
 from lightning_llm.base.signals import die_with_parent
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.redact import redacted

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.imports import slow_imports
+from lightning_llm.base.process import slow_imports
 from lightning_llm.base.signals import Relay, exit_code, signals_passed_on
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import config_dir_arguments, how_to_resume

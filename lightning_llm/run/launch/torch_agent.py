@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from lightning_llm.base.errors import AgreedError, ConfigError, RanksFailedError, Terminated, UnhealthyError
-from lightning_llm.base.imports import slow_imports
-from lightning_llm.base.interpreter import module_arguments, python_environment
+from lightning_llm.base.process import module_arguments, python_environment, slow_imports
 from lightning_llm.base.signals import not_ignored
 from lightning_llm.base.terminal import escaped
 from lightning_llm.config.redact import redacted

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.base.imports import slow_imports
-from lightning_llm.base.interpreter import python_environment, python_module
+from lightning_llm.base.process import python_environment, python_module, slow_imports
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.provenance import has_ended
 from lightning_llm.tracking.run_state import has_died

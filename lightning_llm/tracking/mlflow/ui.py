@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-from lightning_llm.base.interpreter import python_environment
+from lightning_llm.base.process import python_environment
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.workspace import default_outputs, program
 from lightning_llm.tracking.mlflow.store import PATIENCE, existing_store, sqlite_address, sqlite_file

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_llm.base.imports import take_process
+from lightning_llm.base.process import take_process
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.tracking.evaluations import evaluation_points
 from lightning_llm.tracking.files import decode

@@ -8,8 +8,8 @@ import pytest
 from lightning_llm.config.compose import compose_config
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
+from lightning_llm.plan.search import cheapest_modes, search
 from lightning_llm.plan.search.pricing import Pricer
-from lightning_llm.plan.search.search import cheapest_modes, search
 from lightning_llm.plan.search.space import Space, typed_values
 from lightning_llm.plan.time.step import StepTimer
 

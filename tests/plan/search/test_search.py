@@ -14,8 +14,8 @@ from lightning_llm.config.schema import Config
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import DerivedConfig, plan_of
+from lightning_llm.plan.search import SearchResult, pareto_front, search
 from lightning_llm.plan.search.pricing import Pricer
-from lightning_llm.plan.search.search import SearchResult, pareto_front, search
 from lightning_llm.plan.search.space import Space, divisors, typed_values
 from lightning_llm.plan.time.step import StepTimer
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.base.interpreter import SAFE_PATH
+from lightning_llm.base.process import SAFE_PATH
 from lightning_llm.base.signals import signals_passed_on
 from lightning_llm.run.launch.torch_agent import launch_ranks
 
