@@ -10,7 +10,7 @@ from benchmarks.rotation import Row, interleaved_minima, stepping
 from benchmarks.shape import Shape, config, random_batch
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.recipes import option_files
-from lightning_llm.linalg.tensors import DTYPES
+from lightning_llm.linalg import DTYPES
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum

@@ -8,8 +8,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_llm.base import __version__
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.version import __version__
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config
 from lightning_llm.tracking.files import Record, Status

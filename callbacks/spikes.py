@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.parallel.grad_norm import global_norm
 from lightning_llm.train.spikes import describe_event
 

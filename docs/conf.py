@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from lightning_llm.base.version import __version__
+from lightning_llm.base import __version__
 
 project = "lightning-llm"
 release = version = __version__

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lightning_llm.base import __version__ as __version__
 from lightning_llm.base import moved
 from lightning_llm.base.process import defer_torchmetrics
-from lightning_llm.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from inspect import Signature

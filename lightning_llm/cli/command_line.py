@@ -14,10 +14,10 @@ from functools import cache
 from importlib import import_module
 from typing import NoReturn
 
+from lightning_llm.base import __version__
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.base.process import slow_imports
 from lightning_llm.base.terminal import OutputGoneError, escaped, lasting_output
-from lightning_llm.base.version import __version__
 from lightning_llm.cli import completion, options, verdict_options
 from lightning_llm.cli.options import OVERRIDES
 from lightning_llm.config.redact import redacted

@@ -100,8 +100,8 @@ def _logs(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the arguments or a log are wrong.
     """
+    from lightning_llm.compare.curves import LogOptions, curve_terms
     from lightning_llm.compare.curves.command import compare_named_logs
-    from lightning_llm.compare.curves.compare_curves import LogOptions, curve_terms
 
     text = "has no effect together with --from, which compares logs. Remove it."
     problems = [Problem(flag, text) for flag in _given(arguments, NOT_OF_LOGS)]

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base import __version__
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.base.integrity import digest_of_file, parse_object
-from lightning_llm.base.version import __version__
 from lightning_llm.cli.import_weights import (
     SIDE_FILES,
     AnotherModelError,

@@ -25,7 +25,7 @@ from lightning_llm.config.schema import Config, ModelConfig, PrecisionConfig
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.linalg.tensors import DTYPES
+from lightning_llm.linalg import DTYPES
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.model.weights.load import whole_decoder

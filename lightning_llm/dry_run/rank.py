@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Batch
 from lightning_llm.dry_run.counting import Counting
+from lightning_llm.linalg import DTYPES, local
 from lightning_llm.linalg.gemm import unwidened
-from lightning_llm.linalg.tensors import DTYPES, local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.loss import chunked_for

@@ -13,7 +13,7 @@ from lightning_llm.config.overrides import override
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.weight_folders import NOT_OF_WEIGHTS, TOKENIZER
 from lightning_llm.data.tokens.tokenizer import Tokenizer
-from lightning_llm.linalg.tensors import DTYPES
+from lightning_llm.linalg import DTYPES
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.structure import why_not_generated
 from lightning_llm.model.weights.load import frozen_decoder

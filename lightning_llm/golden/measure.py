@@ -20,7 +20,7 @@ from lightning_llm.base.host_memory import give_back
 from lightning_llm.base.keyed_hash import MASK_32, hash_words
 from lightning_llm.config.config_hash import is_observer
 from lightning_llm.golden.curve import Measured, StepFigures
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.parallel.grad_norm import parameter_gradient_norms
 from lightning_llm.plan.report import plan_line
 from lightning_llm.plan.resolve import Plan

@@ -16,8 +16,8 @@ from typing import Any
 
 from scipy import special
 
+from lightning_llm.base import __version__
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.version import __version__
 from lightning_llm.compare.format import json_ready, nats
 from lightning_llm.compare.terms import Terms
 from lightning_llm.config.compose import compose_config

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from lightning_llm.linalg import local
 from lightning_llm.linalg.gemm import CastOnUse, fp32_product, linear, product
-from lightning_llm.linalg.tensors import local
 
 ALIGNED_BYTES = 16
 """A grouped GEMM needs strides of a multiple of this."""

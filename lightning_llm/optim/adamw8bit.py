@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.optim.kinds import AdamW8bitConfig
 from lightning_llm.optim.matrices import MatrixOptimizer, gradient_of
 from lightning_llm.optim.optimizer import adamw_change

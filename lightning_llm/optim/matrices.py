@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.optim import Role
+from lightning_llm.linalg import local
 from lightning_llm.linalg.grouped import stacked
-from lightning_llm.linalg.tensors import local
 from lightning_llm.optim.kinds import AdamWFields
 from lightning_llm.optim.optimizer import AdamW, WeightRounding, adamw, groups_of, initialise_state, role_of
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.optim.kinds import MuonConfig
 from lightning_llm.optim.matrices import MatrixOptimizer, OnWhole, gradient_of, matrix_shape, on_one_rank
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_llm.config.schema import ScheduleConfig
 from lightning_llm.config.schema.optim import OptimConfig, Role, role_in_block
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.optim.kinds import AdamWFields, learning_rate_factor
 
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_llm.config.schema import ParallelConfig, PrecisionConfig
+from lightning_llm.linalg import DTYPES
 from lightning_llm.linalg.gemm import PRODUCTS
-from lightning_llm.linalg.tensors import DTYPES
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import CHUNK_ELEMENTS, parameter_slice
 from lightning_llm.parallel.axis import axes_on_ranks

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.coded_sums import scatter_of
 from lightning_llm.parallel.ep import DividedExperts, divided_experts

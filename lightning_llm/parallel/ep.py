@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from lightning_llm.linalg import local
 from lightning_llm.linalg.grouped import GroupedLinear, Groups, has_values
-from lightning_llm.linalg.tensors import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.experts.moe import Experts
 from lightning_llm.parallel.axis import AxisOnRanks

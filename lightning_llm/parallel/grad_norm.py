@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.parallel.ep import is_ep_shard
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.tp import is_tp_shard

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.axis import AxisOnRanks, Reduction, Works, axes_on_ranks
 from lightning_llm.parallel.dp_shard import sharded_modules

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from lightning_llm.base.errors import AgreedError, ConfigError
 from lightning_llm.config.schema import DataConfig
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.gathered_logits import whole_vocabulary, window
 from lightning_llm.parallel.gradient_sync import GradientSync

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_llm.base.errors import AgreedError, Problem
+from lightning_llm.linalg import local
 from lightning_llm.linalg.gemm import Reduce
-from lightning_llm.linalg.tensors import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.experts.moe import Experts
 from lightning_llm.model.loss import IGNORED_LABEL, chunk_rows, compiled_loss_sum, next_token_loss_sum

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_llm.linalg import local
 from lightning_llm.linalg.grouped import stacked
-from lightning_llm.linalg.tensors import local
 from lightning_llm.optim.matrices import on_each, on_one_rank
 from lightning_llm.parallel.ep import is_ep_shard
 from lightning_llm.parallel.layout import Layout

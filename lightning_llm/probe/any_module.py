@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import PrecisionConfig
-from lightning_llm.linalg.tensors import DTYPES
+from lightning_llm.linalg import DTYPES
 from lightning_llm.precision.any_module.clock import StepClock
 from lightning_llm.precision.any_module.quantize import NativeConv1D, QuantizedConv1D
 from lightning_llm.precision.any_module.selection import unwrapped

@@ -14,7 +14,7 @@ from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.report import account_lines, chosen_lines, data_line, phase_lines
 from lightning_llm.data.tokens.tokenizer import Tokenizer
-from lightning_llm.linalg.tensors import DTYPES
+from lightning_llm.linalg import DTYPES
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.weights.folder import Weights, digest_of
 from lightning_llm.model.weights.load import InitialWeights, frozen_decoder, state_dict_of

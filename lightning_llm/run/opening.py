@@ -22,7 +22,7 @@ from lightning_llm.config.schema.callbacks import refused
 from lightning_llm.health.check import check_health
 from lightning_llm.health.devices import SHORT
 from lightning_llm.health.ranks import Ranks
-from lightning_llm.linalg.tensors import DTYPES
+from lightning_llm.linalg import DTYPES
 from lightning_llm.model.attention.kernel_choice import AttentionShape, NoKernelError, kernel_of
 from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.structure import has_bias

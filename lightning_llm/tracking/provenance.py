@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from lightning_llm.base.version import __version__
+from lightning_llm.base import __version__
 from lightning_llm.config.workspace import PACKAGE, checkout
 
 RECORDED_PACKAGES = ("torch", "lightning", "mlflow", "transformer-engine")

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_llm.data.corpus import Batch
+from lightning_llm.linalg import local
 from lightning_llm.linalg.grouped import GroupedLinear
-from lightning_llm.linalg.tensors import local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.train.step import TrainStep
 

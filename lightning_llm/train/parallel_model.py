@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.schema import Config, ParallelConfig
-from lightning_llm.linalg.tensors import DTYPES
+from lightning_llm.linalg import DTYPES
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.apply import Fill, InitialSlice, apply_parallel, materialise

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.config.schema.precision import LossScalingConfig
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.cast.inductor import Backend
 from lightning_llm.precision.linear.delayed import delayed_state, load_delayed_state, update_delayed

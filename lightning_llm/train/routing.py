@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.experts.kinds import MoE
 from lightning_llm.model.experts.moe import MixtureOfExperts

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_llm.base.keyed_hash import name_word
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.parallel.torch_private import shard_offset
 from lightning_llm.precision.cast.random_bits import Origin, element_words, hash_words, word
 

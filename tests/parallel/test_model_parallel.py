@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_llm.config.compose import compose_config
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.plan.divisibility import SHARD_AXES
 from tests.parallel.curve_limits import FOUR_BITS, FP32, SHIPPED, Limits, exceeded, limits_of, off
 from tests.parallel.layout_matrix import CLOSE_STEPS, CUT, covering, fewest_ranks, lasting

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_llm.config.compose import compose_config
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.gathered_logits import GatheredLogits

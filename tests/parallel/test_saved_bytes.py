@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.parallel.apply import expensive_ops
 from lightning_llm.plan.memory import OURS
 from lightning_llm.plan.memory.rank_bytes import Stage

@@ -11,7 +11,7 @@ import numpy as np
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.compare.command import note_look, write_comparison
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError
-from lightning_llm.compare.curves.compare_curves import LogOptions, compare_curves, curve_terms, curves_of, read_logs
+from lightning_llm.compare.curves import LogOptions, compare_curves, curve_terms, curves_of, read_logs
 from lightning_llm.compare.curves.named import NamedLog, is_uri, named_logs, real_path
 from lightning_llm.compare.curves.table import SETTINGS, LoggedTable, columns_of
 from lightning_llm.compare.error_budget import judged_at_look

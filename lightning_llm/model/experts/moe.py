@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.linalg import local
 from lightning_llm.linalg.grouped import GroupedLinear, Groups
-from lightning_llm.linalg.tensors import local
 from lightning_llm.model.experts.dispatch import combine, dispatch, place
 from lightning_llm.model.experts.kinds import BALANCE, ROUTER_Z, MoE
 from lightning_llm.model.experts.router import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.model.experts.kinds import MoE, RouterConfig
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.integrity import sync_to_disk
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.linalg.tensors import DTYPES
+from lightning_llm.linalg import DTYPES
 from lightning_llm.model.interop.families import StoredParameter, architecture, stored_as
 from lightning_llm.model.weights.files import INDEX, SINGLE
 from lightning_llm.model.weights.folder import Weights

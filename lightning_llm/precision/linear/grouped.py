@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.linalg import local
 from lightning_llm.linalg.grouped import GroupedLinear, Groups
-from lightning_llm.linalg.tensors import local
 from lightning_llm.precision.linear.module import QuantizedLinear
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.module_rules import expert_place

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.integrity import unpickling_problem
 from lightning_llm.data.mixing.addressing import SKIPPED_SAMPLES
-from lightning_llm.linalg.tensors import local
+from lightning_llm.linalg import local
 from lightning_llm.train.checkpoint.manifest import PRECISION, PROGRESS, Damage, DamagedError
 from lightning_llm.train.module import LanguageModule
 

@@ -17,7 +17,7 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.integrity import FileContent, unpickling_problem
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.weight_folders import TOKENIZER
-from lightning_llm.linalg.tensors import DTYPES
+from lightning_llm.linalg import DTYPES
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.train.checkpoint.manifest import TENSORS, Checkpoint, DamagedError
 from lightning_llm.train.checkpoint.tensor_storage import open_tensors
