@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpu_check import layers, parts, setting
 from gpu_check.checks import Call
@@ -15,11 +15,14 @@ from gpu_check.layers import layer_of, relative
 from gpu_check.setting import native_recipes, recipes
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
+from lightning_llm.linalg.grouped import GroupedLinear, Groups
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.inductor import Backend
 from lightning_llm.precision.cast.quantize import Operand
 from lightning_llm.precision.cast.scales import Scaled
 from lightning_llm.precision.linear.delayed import delayed_state, update_delayed
+from lightning_llm.precision.linear.plan import KEY_COUNT
+from lightning_llm.precision.linear.swap import swap_linears
 from lightning_llm.precision.native.codes import (
     StoredCodes,
     axis_of,
@@ -72,20 +75,21 @@ def agreed(recipe: PrecisionConfig) -> Iterator[Row]:
     yield from guarded(f"{recipe.name}: start-up check", start_up_check, recipe)
     yield from guarded(f"{recipe.name}: operands", operands, recipe)
     yield from guarded(f"{recipe.name}: products", products, recipe)
+    yield from guarded(f"{recipe.name}: experts", experts, recipe)
     if "delayed" in {cast.scale for cast in slots_of(recipe).values()}:
         yield from guarded(f"{recipe.name}: history", history, recipe)
     yield from guarded(f"{recipe.name}: exactness", layers.exactness, recipe.name, recipe)
 
 
 def start_up_check(recipe: PrecisionConfig) -> Iterator[Row]:
-    """Yield the check made at the start of a run, without and with biases.
+    """Yield the check made at the start of a run: without biases, with biases, and with experts.
 
-    With biases another kernel casts and sums dY.
+    With biases another kernel casts and sums dY; with experts one call casts the rows of several.
     """
-    for bias in (False, True):
-        what = f"{recipe.name}: start-up check{' with biases' if bias else ''}"
+    for how, given in (("", {}), (" with biases", {"bias": True}), (" with experts", {"experts": True})):
+        what = f"{recipe.name}: start-up check{how}"
         try:
-            unchecked = check_native_casts(recipe, torch.device(setting.DEVICE), bias)
+            unchecked = check_native_casts(recipe, torch.device(setting.DEVICE), **given)
         except ConfigError as error:
             yield judged(what, 0.0, "", False, "; ".join(each.text for each in error.problems))
         else:
@@ -180,6 +184,38 @@ def _differences(recipe: PrecisionConfig, wanted: tuple[str, ...], limit: float)
             continue
         error = relative(native, ours)
         yield judged(what, error, "", error < limit, f"< {limit}")
+
+
+def experts(recipe: PrecisionConfig) -> Iterator[Row]:
+    """Yield the differences of y, dx and dw between native and emulated linears of experts, one of them without rows.
+
+    The note says whether one call of Transformer Engine's GroupedLinear ran them all.
+    """
+    given, rows, found = tensors(), [TOKENS // 2, 0, TOKENS // 4, TOKENS // 4], []
+    device, at_once = torch.device(setting.DEVICE), False
+    for backend in ("native", "emulated"):
+        torch.manual_seed(0)
+        model, own = nn.Module(), recipe.model_copy(update={"backend": backend, "casts": "eager"})
+        model.layers = nn.ModuleDict({"1": nn.ModuleDict({"up_proj": GroupedLinear(len(rows), INPUTS, OUTPUTS)})})
+        layer: Any = model.to(device).get_submodule("layers.1.up_proj")
+        nn.init.normal_(layer.weight, std=INPUTS**-0.5)
+        swap_linears(model, own, 3, device.type, decision=decide(own, setting.here()))
+        layer = model.get_submodule("layers.1.up_proj")
+        for expert in layer.experts:
+            expert.keys = torch.arange(KEY_COUNT)
+        x = given["x"].clone().requires_grad_()
+        y = layer(x, Groups(torch.tensor(rows, device=device), TOKENS))
+        y.backward(given["dy"])
+        found.append((y.detach(), x.grad, layer.weight.grad))
+        at_once |= bool(getattr(layer, "_kernel", ()))
+    stochastic = any(cast.stochastic for cast in slots_of(recipe).values())
+    note = "GroupedLinear" if at_once else "a linear for each"
+    for name, native, ours in zip(("y", "dx", "dw"), *found, strict=True):
+        what, error = f"{recipe.name} {name} of experts: native over emulated", relative(native, ours)
+        if stochastic and name != "y":
+            yield Row(what, error, "", "measured", f"random bits differ; {note}")
+        else:
+            yield judged(what, error, "", error < PRODUCT_LIMIT, f"< {PRODUCT_LIMIT}; {note}")
 
 
 def history(recipe: PrecisionConfig) -> Iterator[Row]:

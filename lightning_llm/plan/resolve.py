@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config, ParallelConfig
 from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
-from lightning_llm.model.structure import block_parts, linear_names, linear_widths, linears_of
+from lightning_llm.model.structure import block_parts, linear_names, linear_widths
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees, given_degrees, resolve_degrees
 from lightning_llm.plan.divisibility import part_widths
@@ -164,7 +164,7 @@ class DerivedConfig:
         """Whether the recipe's quantised GEMMs run natively on `capability`."""
         model = self.config.model
         widths = linear_widths(model) | part_widths(model, self.likely_degrees.width)
-        return decide(self.config.precision, self.capability, widths, self._shared_axes(), _without_kernels(model))
+        return decide(self.config.precision, self.capability, widths, self._shared_axes())
 
     def plan(self) -> Plan:
         """Return the plan of a complete config.
@@ -187,15 +187,6 @@ class DerivedConfig:
             f"parallel.{axis}": f"{size}" if getattr(given, axis) else f"null, which is {size} of {self.world} ranks"
             for axis, size in shared.items()
         }
-
-
-def _without_kernels(model: ModelConfig) -> list[Problem]:
-    """Return the problem that Transformer Engine's linears cannot run some linears of `model`."""
-    grouped = [name for name, linear in linears_of(model).items() if linear.groups > 1]
-    if not grouped:
-        return []
-    text = f"{grouped[0]} and others are linears of experts, which have emulated casts only"
-    return [Problem("precision.backend", text)]
 
 
 def plan_of(config: Config, device: Capability | None = None) -> Plan:

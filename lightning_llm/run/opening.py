@@ -25,7 +25,7 @@ from lightning_llm.health.ranks import Ranks
 from lightning_llm.linalg import DTYPES
 from lightning_llm.model.attention.kernel_choice import AttentionShape, NoKernelError, kernel_of
 from lightning_llm.model.attention.kinds import AttentionSpec
-from lightning_llm.model.structure import has_bias
+from lightning_llm.model.structure import experts_by_linear, has_bias
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.operand_shards import shared_parts
 from lightning_llm.parallel.process_group import gather_objects, object_of_first, record_collectives
@@ -149,7 +149,8 @@ def check_casts(config: Config, decision: Decision, device: torch.device) -> Non
     if decision.runs == "emulated":
         choose_backend(config.precision, device.type)
     elif decision.natives:
-        unchecked = check_native_casts(config.precision, device, has_bias(config.model))
+        experts = bool(experts_by_linear(config.model))
+        unchecked = check_native_casts(config.precision, device, has_bias(config.model), experts=experts)
         if unchecked is not None:
             print_once(unchecked)
 

@@ -53,7 +53,10 @@ def test_agreement_where_both_sides_are_the_emulation(hopper_on_cpu):
         found = list(agreement.operands(load(name)))
         assert statuses(found) == {}
         assert len(found) == 12
-    assert [row.status for row in agreement.start_up_check(load("fp8_current"))] == ["ok", "ok"]
+    assert [row.status for row in agreement.start_up_check(load("fp8_current"))] == ["ok"] * 3
+    for name, how in (("fp8_current", "GroupedLinear"), ("fp8_delayed", "a linear for each")):
+        found = list(agreement.experts(load(name)))
+        assert [(row.status, row.value, row.note.endswith(how)) for row in found] == [("ok", 0, True)] * 3
     found = list(agreement.products(load("fp8_current"))) + list(agreement.history(load("fp8_delayed")))
     assert [row.status for row in found] == ["ok"] * 6
     assert [row.value for row in found[:4]] == [0, 0, 0, 0]

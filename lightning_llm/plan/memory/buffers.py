@@ -136,6 +136,8 @@ def _bytes_of(plan: Plan, index: int, linear: LinearSpec) -> int:
     name, axis = f"layers.{index}.{linear.name}", SHARD_AXES[linear.role]["w"]
     sides, width = (linear.outputs.length, linear.inputs.length), plan.degrees.width
     if linear.role == "expert":
+        if plan.decision.runs == "native":  # made in each micro-batch (`native.grouped`)
+            return 0
         experts = linear.groups // (width * plan.degrees.ranks("ep"))
         return experts * kept_bytes(_casts(plan, name), *sides, keeps(plan)[index])
     rows, columns = (length // width if axis == side else length for side, length in enumerate(sides))
@@ -289,7 +291,8 @@ def _copied_in_block(plan: Plan, index: int, unit: Unit) -> int:
         elements = linear.elements // (tp if linear.role in ("column", "row", "expert") else 1)
         elements //= ep if linear.role == "expert" else 1
         if bits := code_bits(plan, name):
-            copied += 0 if keeps_codes(plan, name, index) else int(2 * elements * bits / 8)
+            kept = linear.role != "expert" and keeps_codes(plan, name, index)
+            copied += 0 if kept else int(2 * elements * bits / 8)
         elif reasons[name] is None or _emulates_all(plan):
             copied -= width * elements
     return copied

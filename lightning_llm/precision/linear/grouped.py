@@ -36,9 +36,12 @@ class QuantizedGroupedLinear(GroupedLinear):
             super().__init__(linear.groups, linear.in_features, linear.out_features)
             shape = nn.Linear(linear.in_features, linear.out_features, bias=False)
         self.weight, self.training, self.row_multiple = linear.weight, linear.training, multiple
-        self.experts = tuple(QuantizedLinear(f"{name}.{number}", shape, plan) for number, plan in enumerate(plans))
+        self.experts = tuple(self._expert(f"{name}.{number}", shape, plan) for number, plan in enumerate(plans))
         for number, expert in enumerate(self.experts):
             expert.place = expert_place(name, number)
+
+    def _expert(self, name: str, shape: nn.Linear, plan: LinearPlan) -> QuantizedLinear:
+        return QuantizedLinear(name, shape, plan)
 
     def forward(
         self, x: Tensor, groups: Groups, first: int = 0, weight: Tensor | None = None, sender: int = 0

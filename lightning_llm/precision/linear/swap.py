@@ -114,7 +114,9 @@ def swap_linears(
                 rules = [rule_in_effect(place, first, num_layers) for place in places]
                 made_by = {rule: LinearPlan.from_recipe(first, backend, rule) for rule in dict.fromkeys(rules)}
                 plans = [made_by[rule] for rule in rules]
-                _replace(model, name, QuantizedGroupedLinear(name, module, plans, multiple))
+                grouped = name, module, plans, multiple
+                made = _native_grouped(*grouped, sharded) if native else QuantizedGroupedLinear(*grouped)
+                _replace(model, name, made)
         elif reasons[name] is None or emulate:
             rule = rule_in_effect(name, first, num_layers)
             plan = LinearPlan.from_recipe(first, backend, rule) if reasons[name] is None else unquantized
@@ -134,6 +136,14 @@ def _native(name: str, module: nn.Linear, plan: LinearPlan, sharded: bool) -> Qu
     from lightning_llm.precision.native.transformer_engine import NativeLinear
 
     return NativeLinear(name, module, plan, sharded)
+
+
+def _native_grouped(
+    name: str, module: GroupedLinear, plans: list[LinearPlan], multiple: int, sharded: bool
+) -> QuantizedGroupedLinear:
+    from lightning_llm.precision.native.grouped import NativeGroupedLinear
+
+    return NativeGroupedLinear(name, module, plans, multiple, sharded)
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
+from lightning_llm.linalg.grouped import GroupedLinear, Groups
 from lightning_llm.precision.cast.quantize import fixed_signs, quantize, rotate, rotation
 from lightning_llm.precision.cast.scales import divide, tensor_amax
 from lightning_llm.precision.linear.plan import DTYPES, KEY_COUNT, ROLES, LinearPlan, Shard
 from lightning_llm.precision.native import transformer_engine
+from lightning_llm.precision.native.grouped import NativeGroupedLinear
 from lightning_llm.precision.native.transformer_engine import NativeLinear, engine
 
 SIZE = 256  # whole blocks of every recipe, and tiles of 16 x 16
@@ -240,13 +242,69 @@ def _casts_of_parts_alone(layer: NativeLinear, x: Tensor) -> list[str]:
     return [role for role in layer.groups if role in cast - asked]
 
 
+EXPERT_ROWS = (256, 0, 128, 128)
+"""Rows of the experts in the check: whole blocks of every recipe, and an expert without any."""
+GROUPED_LIMIT = 2.0**-6
+"""Largest relative difference, by norms, of products for all experts at once from those for each: both round to 16 bits
+(2^-9), and FP8 sums on Hopper have 14 bits."""
+
+
+def expert_differences(casts: dict[str, CastConfig], dtype: torch.dtype, device: torch.device) -> Iterator[str]:
+    """Yield how linears of several experts in one call differ from the recipe; nothing if experts run one by one.
+
+    Codes and scales of each expert's rows must equal those of `casts`, and the products of both ways nearly agree.
+    """
+    linear = GroupedLinear(len(EXPERT_ROWS), SIZE, SIZE).to(device)
+    layer = NativeGroupedLinear("self-check", linear, [LinearPlan(casts, "eager")] * len(EXPERT_ROWS), 1)
+    rows = list(EXPERT_ROWS)
+    x = sample(device, dtype, 127).repeat(2, 1)
+    with torch.no_grad():
+        layer.weight.copy_(sample(device, dtype, 15).repeat(len(rows), 1))
+    groups = Groups(torch.tensor(rows, device=device), len(x))
+    products = [_products_of_experts(layer, x, groups, one_by_one) for one_by_one in (False, True)]
+    if not layer._kernel:
+        return
+    for name, at_once, alone in zip(("y", "dx", "dw"), *products, strict=True):
+        error = float((at_once.double() - alone.double()).norm() / alone.double().norm())
+        if not error <= GROUPED_LIMIT:  # not a number, too
+            yield f"experts: {name} of all at once is {error:.3g} from that of each, relatively"
+    scales = {"scaling_fwd": {"x": 0, "w": 1}, "scaling_bwd": {"dy": 0}}
+    for kind, role, at in ((kind, role, at) for kind, roles in scales.items() for role, at in roles.items()):
+        every = layer._kernel[0].quantizers[kind]
+        own = every[at :: len(every) // len(rows)]
+        made = engine().split_and_cast(x, rows, [_for_both_directions(each, None) for each in own], False)
+        for slot, cast in casts.items():
+            if slot.split(".")[1] != role or not cast.quantizes:
+                continue
+            for theirs, part in zip(made, x.split(rows), strict=True):
+                ours = [emulated(part, cast, axis_of(slot))] if len(part) else []
+                found = stored(theirs, cast, axis_of(slot), (len(part), SIZE)) if ours else None
+                if found is not None and (text := difference(found, ours)):
+                    yield f"{slot} of experts ({cast.format} {cast.block} {cast.scale}): {text}"
+
+
+def _products_of_experts(layer: NativeGroupedLinear, x: Tensor, groups: Groups, one_by_one: bool) -> list[Tensor]:
+    """Return y, dx and dw of a pass whose dY is x."""
+    operand, layer.weight.grad = x.clone().requires_grad_(), None
+    layer.one_by_one = one_by_one
+    y = layer(operand, groups)
+    y.backward(x)
+    made = [y.detach(), operand.grad, layer.weight.grad]
+    return [each for each in made if each is not None]
+
+
 def check_native_casts(
-    recipe: PrecisionConfig, device: torch.device, bias: bool = False, parts: Sequence[Shards] = (WHOLE,)
+    recipe: PrecisionConfig,
+    device: torch.device,
+    bias: bool = False,
+    parts: Sequence[Shards] = (WHOLE,),
+    experts: bool = False,
 ) -> str | None:
     """Compare Transformer Engine's casts of a small tensor on `device` with those of `recipe`, bit for bit.
 
-    `bias`: whether linears have one. `parts`: the ways in which ranks cut linears; collective if they cut any. Returns
-    None, or a note if this release stores quantized tensors in an unknown layout, so that nothing can be compared.
+    `bias`: whether linears have one. `parts`: the ways in which ranks cut linears; collective if they cut any.
+    `experts`: whether the model has some, so that one call casts the rows of several. Returns None, or a note if this
+    release stores quantized tensors in an unknown layout, so that nothing can be compared.
 
     Raises:
         ConfigError: with the first difference in every slot that has one.
@@ -257,6 +315,7 @@ def check_native_casts(
             try:
                 dtype = COMPUTE[recipe.compute_dtype]
                 found = [each for part in parts for each in cast_differences(casts, dtype, device, bias, part)]
+                found += expert_differences(casts, dtype, device) if experts else []
             except AttributeError as error:
                 return f"note   native casts were not checked: this Transformer Engine stores them otherwise ({error})"
             problems += [f"{key}.{text}" if key else text for text in found]

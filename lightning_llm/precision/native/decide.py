@@ -238,24 +238,22 @@ def decide(
     here: Capability,
     widths: Mapping[str, int] | None = None,
     shared: Mapping[str, str] | None = None,
-    further: Iterable[Problem] = (),
 ) -> Decision:
     """Return how `recipe` runs on `here` for a model with linears of `widths` (sizes by key; None: sizes that fit).
 
-    `shared`: the degrees above 1 of tensor and context parallelism, by key. `further`: other problems of the model. A
-    recipe with different casts per layer is native only if all of them are. With `precision.backend=native`, "emulated"
-    becomes "refused".
+    `shared`: the degrees above 1 of tensor and context parallelism, by key. A recipe with different casts per layer is
+    native only if all of them are. With `precision.backend=native`, "emulated" becomes "refused".
     """
     if recipe.compute_dtype == "fp16" and here.compute_capability is None:
         software = "on a CPU fp16 is a format, and GEMMs run in fp32"
         in_bf16 = recipe.model_copy(update={"compute_dtype": "bf16"})
-        decision = decide(in_bf16, here, widths, shared, further) if recipe.quantizes else Decision("emulated")
+        decision = decide(in_bf16, here, widths, shared) if recipe.quantizes else Decision("emulated")
         why = decision.problems or (Problem("precision.backend", software),)
         return replace(decision, problems=why, software=software)
     if not recipe.quantizes:
         return Decision("native")
     found, differences = native_recipes(recipe)
-    natives, problems = tuple(dict.fromkeys(found.values())), [*differences, *further]
+    natives, problems = tuple(dict.fromkeys(found.values())), list(differences)
     for native in natives:
         problems += size_problems(native, widths or {})
         problems += shared_problems(native, shared or {})

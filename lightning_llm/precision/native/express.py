@@ -64,6 +64,18 @@ class NativeRecipe:
         return NAMES[self.kind]
 
 
+def why_one_by_one(native: NativeRecipe, sharded: bool) -> str | None:
+    """Return why experts call a linear each, instead of Transformer Engine's `GroupedLinear`; None if they do not.
+
+    `sharded`: FSDP2 gathers their weights. Reasons: `native.grouped`.
+    """
+    if native.kind == "delayed":
+        return "delayed scales belong to single linears"
+    if native.kind == "nvfp4":
+        return "GroupedLinear draws the random bits of all experts from one state"
+    return "FSDP2 gathers their weights" if sharded else None
+
+
 def casts_of(native: NativeRecipe) -> dict[str, CastConfig]:
     """Return the six casts that Transformer Engine makes under `native` (2.20, `quantization.py`)."""
     if native.kind == "nvfp4":

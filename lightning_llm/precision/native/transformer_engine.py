@@ -55,6 +55,7 @@ class Engine(NamedTuple):
     delayed_quantizer: Any
     formats: dict[str, Any]
     bias_gradient_and_cast: Any
+    split_and_cast: Any
 
 
 @functools.cache
@@ -69,7 +70,7 @@ def engine() -> Engine:
 
     named = {row.name: row.engine_dtype for row in NUMBER_FORMATS.values() if row.engine_dtype is not None}
     formats = {name: getattr(extension.DType, dtype) for name, dtype in named.items()}
-    return Engine(pytorch, recipe, Float8Quantizer, formats, extension.bgrad_quantize)
+    return Engine(pytorch, recipe, Float8Quantizer, formats, extension.bgrad_quantize, extension.split_quantize)
 
 
 def import_problem() -> str | None:

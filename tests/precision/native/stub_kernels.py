@@ -280,6 +280,34 @@ def generic_gemm(
     return made, bias_grad, None, None
 
 
+def split_quantize(tensor, split_sections, quantizer_list, disable_bulk_allocation=False):
+    """Cast each part of `tensor` by its own quantizer, as the library does except for delayed scales and NVFP4.
+
+    A part without rows has the storage of zeros, which no GEMM reads (`te_general_grouped_gemm`).
+    """
+    assert not disable_bulk_allocation
+    assert not {"Float8Quantizer", "NVFP4Quantizer"} & {type(each).__name__ for each in quantizer_list}
+    parts = [part if len(part) else tensor.new_zeros(128, tensor.shape[1]) for part in tensor.split(split_sections)]
+    return [quantize(*each) for each in zip(parts, quantizer_list, strict=True)]
+
+
+def te_general_grouped_gemm(
+    a, transposed_a, b, transposed_b, out, dtype, m_splits, bias, bias_dtype, single_output, gelu_in, grad, workspace,
+    workspace_size, accumulate, use_split_accumulator, sm_count,
+):  # fmt: skip
+    """Run one GEMM per group into `out`: one tensor of all groups' rows, or one for each. Without rows, zeros."""
+    outs = out[0].split(m_splits) if single_output else out
+    for left, right, into, rows in zip(a, b, outs, m_splits, strict=True):
+        if not rows:
+            into.zero_()
+            continue
+        generic_gemm(
+            left, transposed_a, right, transposed_b, into, None, dtype, None, None, False, None, grad, None, 0,
+            accumulate, use_split_accumulator,
+        )  # fmt: skip
+    return bias
+
+
 def bgrad_quantize(grad, quantizer):
     """Return the bias's gradient and the cast gradient, as the fused kernel does."""
     return grad.sum(0, dtype=torch.float32).to(grad.dtype), quantize(grad, quantizer)
@@ -305,12 +333,13 @@ class _Names(type):
 def module() -> ModuleType:
     """Return `transformer_engine_torch`: the definitions above, and dummy types for all other names."""
     made = ModuleType("transformer_engine_torch")
-    for each in (DType, quantize, generic_gemm, bgrad_quantize, fp8_transpose):
+    own = DType, quantize, split_quantize, generic_gemm, te_general_grouped_gemm, bgrad_quantize, fp8_transpose
+    for each in own:
         setattr(made, each.__name__, each)
     gemms, kinds = (1, 2, 3), ("INPUT", "WEIGHT", "OUTPUT")
     forward = [f"GEMM{number}_{kind}" for number in gemms for kind in kinds]
     backward = [f"GRAD_{kind}{number}" for number in gemms for kind in ("OUTPUT", "INPUT")]
-    made.get_cublasLt_version = lambda: 130000
+    made.get_cublasLt_version, made.get_num_cublas_streams = lambda: 130000, lambda: 1
     made.FP8FwdTensors, made.FP8BwdTensors = (
         IntEnum(name, names, start=0) for name, names in (("FP8FwdTensors", forward), ("FP8BwdTensors", backward))
     )

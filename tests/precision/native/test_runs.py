@@ -30,6 +30,7 @@ def train(small_run, folder, *words):
     [
         ("fp8_delayed", ("parallel.activation_checkpoint=full", "model.bias=true")),
         pytest.param("fp8_subchannel", ("parallel=zero3",), marks=pytest.mark.full),
+        pytest.param("fp8_current", ("model=moe_tiny",), marks=pytest.mark.full),
     ],
 )
 def test_a_native_run_is_the_emulated_run(recipe, more, small_run, tmp_path, hopper, capsys):
