@@ -29,20 +29,9 @@ USUAL_LOSSES = (
 )  # fmt: skip
 PERPLEXITY = {"ppl", "perplexity"}
 NOT_COUNTS = {
-    "per",
-    "sec",
-    "second",
-    "seconds",
-    "s",
-    "rate",
-    "throughput",
-    "tps",
-    "time",
-    "ms",
-    "batch",
-    "micro",
-    "max",
-}
+    "per", "sec", "second", "seconds", "s", "rate", "throughput", "tps", "time", "ms", "batch", "micro", "max",
+    "accuracy", "acc", "loss", "entropy", "ratio", "fraction", "percent", "length", "len", "id",
+}  # fmt: skip
 STEPS = (
     "step", "global step", "train step", "trainer global step", "train global step", "optimizer step", "iteration",
     "iter", "iterations", "steps", "update", "updates", "num updates", "it",
@@ -180,13 +169,15 @@ def _distinct(table: LoggedTable, names: Sequence[str]) -> list[str]:
 
 
 def token_column(table: LoggedTable) -> str | None:
-    """Return the name of the column that counts the tokens seen so far; None without one."""
+    """Return the name of the column that counts the tokens seen so far, one per point at least; None without one."""
 
     def is_count(name: str) -> bool:
         words = set(words_of(name))
-        return bool(words & {"tokens", "token", "ntokens"}) and not words & NOT_COUNTS
+        if not words & {"tokens", "token", "ntokens"} or words & NOT_COUNTS:
+            return False
+        return bool(np.nanmax(table.columns[name]) >= _points(table, name) > 1)
 
-    found = [name for name in table.columns if is_count(name) and _points(table, name) > 1]
+    found = [name for name in table.columns if is_count(name)]
     return min(found, key=lambda name: (-_points(table, name), len(name)), default=None)
 
 

@@ -112,10 +112,10 @@ def tables_of(curves: Mapping[str, Any]) -> list[tuple[NamedLog, LoggedTable]]:
         if wrong := _why_no_seeds(frames):
             problems.append(Problem(f"curves[{str(arm)!r}]", wrong))
             continue
-        for seed, frame in _by_seed(frames):
+        for at, (seed, frame) in enumerate(_by_seed(frames)):
             log = NamedLog(str(arm), seed, f"curves[{str(arm)!r}]{'' if seed is None else f'[{seed}]'}")
             if seed is None and isinstance(frames, Sequence) and not _is_pairs(frames):
-                log = NamedLog(log.arm, None, f"{log.address}[{len(tables)}]")
+                log = NamedLog(log.arm, None, f"{log.address}[{at}]")
             with gathered(problems):
                 tables.append((log, table_of(frame, log.address)))
     if problems:
@@ -204,7 +204,7 @@ def table_of(frame: Any, address: str) -> LoggedTable:
             return _table("arrays", address, {str(name): _values(values) for name, values in frame.items()})
         except TypeError as error:
             raise ConfigError(Problem(address, f"has a value that is no array. {ALLOWED}.")) from error
-    raise ConfigError(Problem(address, f"is a {type(frame).__name__}. {ALLOWED}."))
+    raise ConfigError(Problem(address, f"is of type {type(frame).__name__}. {ALLOWED}."))
 
 
 def _table(format: str, address: str, values: Mapping[str, Sequence[Any] | np.ndarray]) -> LoggedTable:

@@ -19,6 +19,8 @@ LAG_SHARE = 0.25
 """Largest part of the margin by which averages over unlike logging intervals may differ on the falling trend."""
 MOST_DECIMALS = 6
 BYTES_PER_TOKEN = "bytes_per_token"
+OF_BYTE_COUNTS = {"bytes", "text", "train", "total", "num", "n", "seen", "consumed", "processed", "cumulative"}
+"""Words in the names of columns that count bytes of text; those of memory or traffic have others."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def in_common_unit(curves: Sequence[LoggedCurve]) -> list[LoggedCurve]:
     per token. Otherwise they are returned as they are, and `stated_problems` reports units that do not agree.
     """
     if all(curve.loss.unit == "bits per token" for curve in curves):
-        return [_scaled(curve, math.log(2), "nats per token") for curve in curves]
+        curves = [_scaled(curve, math.log(2), "nats per token") for curve in curves]
     if not _several_tokenizers(curves) or any(curve.loss.unit != "nats per token" for curve in curves):
         return list(curves)
     ratios = [bytes_per_token(curve) for curve in curves]
@@ -175,12 +177,14 @@ def _several_tokenizers(curves: Sequence[LoggedCurve]) -> bool:
 
 
 def bytes_per_token(curve: LoggedCurve) -> float | None:
-    """Return the bytes of text per token that a log states, or that its columns of bytes and tokens give; else None."""
+    """Return the bytes of text per token that a log states, or that its counts of bytes and tokens give; else None."""
     stated = curve.table.settings.get(BYTES_PER_TOKEN)
     if isinstance(stated, int | float) and stated > 0:
         return float(stated)
     for name, values in curve.table.columns.items():
-        if words_of(name)[-1:] == ["bytes"] and curve.tokens is not None and curve.tokens[-1] > 0:
+        words = words_of(name)
+        counts = "bytes" in words and set(words) <= OF_BYTE_COUNTS
+        if counts and curve.tokens is not None and curve.tokens[-1] > 0:
             known = values[np.isfinite(values)]
             if len(known) and known[-1] > 0:
                 return float(known[-1] / curve.tokens[-1])

@@ -134,7 +134,7 @@ def curve_of(
     """
     log = _with_seed(log, table)
     step = step_column(table, loss.name)
-    tokens = _tokens(log, table, step, tokens_per_step)
+    tokens = _tokens(log, table, step, tokens_per_step, axis)
     x = {"step": table.columns.get(step or ""), "tokens": tokens}.get(axis, table.columns.get(axis))
     if x is None:
         raise ConfigError(Problem(log.address, f"has no axis '{axis}'. Choose a column with --x COLUMN."))
@@ -168,11 +168,11 @@ def _with_seed(log: NamedLog, table: LoggedTable) -> NamedLog:
     return log
 
 
-def _tokens(log: NamedLog, table: LoggedTable, step: str | None, given: float | None) -> Column | None:
+def _tokens(log: NamedLog, table: LoggedTable, step: str | None, given: float | None, axis: str) -> Column | None:
     """Return the tokens seen at each row, by the column that counts them or by steps; None if not known.
 
     Raises:
-        ConfigError: the count contradicts the tokens per step.
+        ConfigError: the count contradicts the tokens per step, or is the `axis` and below the steps.
     """
     counted, stated = token_column(table), given or stated_tokens_per_step(table)
     steps = None if step is None else table.columns[step]
@@ -184,6 +184,8 @@ def _tokens(log: NamedLog, table: LoggedTable, step: str | None, given: float | 
         return found
     last = np.flatnonzero(both)[-1]
     if steps[last] > 0 and found[last] < steps[last]:
+        if axis != "tokens":
+            return None if stated is None else steps * stated
         text = f"column {counted} is {found[last]:g} at step {steps[last]:g}, so it counts no tokens. Use --x step."
         raise ConfigError(Problem(log.address, text))
     if stated is not None and steps[last] > 0 and found[last] > 0:

@@ -288,9 +288,7 @@ class BlocksToScale(NamedTuple):
 def scaled_by_exponents(exponent: Tensor, prescale: float) -> Scaled:
     """Return E8M0 scales with biased exponents `exponent` (int32).
 
-    Elements are multiplied by `prescale` before rounding.
-
-    The product of the GEMM is divided by it.
+    Elements are multiplied by `prescale` before rounding, and the product of the GEMM is divided by it.
     """
     multiplier = e8m0_reciprocal(exponent) * prescale
     factor = None if prescale == 1 else torch.full((), 1.0 / prescale, device=exponent.device)

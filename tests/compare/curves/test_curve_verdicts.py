@@ -95,6 +95,41 @@ def test_tokenizers_are_refused_unless_bytes_are_given():
     done = judged(found)
     assert done.terms.unit == "bits per byte"
     assert done.verdicts[0].decision == "lossless"
+    in_nats = done.verdicts[0].judged.estimate.gap
+    for arm in found.values():
+        for each in arm.values():
+            each["loss"] = each["loss"] / np.log(2)
+            each["loss_unit"] = ["bits"] * 200
+    assert judged(found).verdicts[0].judged.estimate.gap == pytest.approx(in_nats)
+
+
+def test_memory_sizes_are_no_bytes_of_text():
+    found = curves()
+    for arm, name in (("bf16", "gpt2"), ("fp8", "llama")):
+        for each in found[arm].values():
+            each |= {"tokenizer": [name] * 200, "tokens": each["step"] * 4096, "memory_bytes": np.full(200, 3e6)}
+    with pytest.raises(ConfigError, match="bits per byte"):
+        judged(found)
+
+
+@pytest.mark.parametrize("name", ["mean_token_accuracy", "tokens_in_billions"])
+def test_a_column_with_tokens_in_its_name_that_counts_none_is_no_axis(name):
+    """TRL logs the first."""
+    found = curves(0.004)
+    gap = judged(found).verdicts[0].judged.estimate.gap
+    for arm in found.values():
+        for each in arm.values():
+            each[name] = each["step"] / 2500
+    done = judged(found)
+    assert done.verdicts[0].judged.estimate.gap == gap
+    assert (done.logs[0]["axis"], done.logs[0]["tokens"]) == ("step", None)
+
+
+def test_messages_count_the_curves_of_an_arm_from_0():
+    found = {arm: list(frames.values()) for arm, frames in curves().items()}
+    found["fp8"][1] = 3
+    with pytest.raises(ConfigError, match=r"curves\['fp8'\]\[1\]: is of type int"):
+        judged(found)
 
 
 def test_steps_of_unlike_batches_are_refused_and_compared_by_tokens():

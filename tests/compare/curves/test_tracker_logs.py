@@ -219,6 +219,12 @@ def test_a_run_of_a_wandb_chart_is_chosen_by_name(tmp_path: Path):
     assert "mean of a group of runs" in problem(f"{file}#Group: nvfp4")
 
 
+@pytest.mark.parametrize("rows", ["[1, 2]", "[[1, 2, 3]]", "3"])
+def test_a_table_without_rows_of_its_columns_is_refused(tmp_path: Path, rows: str):
+    (tmp_path / "log.json").write_text(f'{{"columns": ["step", "loss"], "data": {rows}}}')
+    assert '"data" must be rows' in problem(tmp_path / "log.json")
+
+
 def test_wandb_history_is_read_in_every_orientation_of_pandas(tmp_path: Path):
     frame = pandas.DataFrame({"_step": [0, 1, 2], "train/loss": [3.0, None, 2.5], "config": ["a", "a", "a"]})
     for orient in ("columns", "records", "split", "list"):

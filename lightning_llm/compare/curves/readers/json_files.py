@@ -73,7 +73,11 @@ def _transposed(document: Any) -> list[dict[str, Any]]:
     if not isinstance(document, Mapping) or not document:
         raise ValueError('it is neither an array of rows nor {"column": values}')
     if {"columns", "data"} <= set(document):  # pandas' orient="split"
-        return [dict(zip(document["columns"], row, strict=True)) for row in document["data"]]
+        names, rows = document["columns"], document["data"]
+        lists = isinstance(names, list) and isinstance(rows, list) and all(isinstance(row, list) for row in rows)
+        if not lists or any(len(row) != len(names) for row in rows):
+            raise ValueError('"data" must be rows with one value for each of "columns"')
+        return [dict(zip(names, row, strict=True)) for row in rows]
     columns = {
         name: dict(enumerate(values)) if isinstance(values, list) else values for name, values in document.items()
     }
