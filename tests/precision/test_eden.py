@@ -1,9 +1,12 @@
 """MS-EDEN of Quartet II: the authors' steps, a whole linear layer, and the mean over random rotations."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import torch
 
-from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.config.schema.precision import CastConfig, slots_of
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.quantize import quantize, rotate, rotation
 from lightning_llm.precision.linear.autograd import quantized_linear
@@ -31,6 +34,16 @@ def test_a_cast_is_that_of_the_authors_kernel():
         expected = reference.eden(x.double().numpy(), EDEN, noise.numpy())
         found = (made.dequantized if axis == 1 else made.dequantized.T).double().numpy()
         np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_recorded_vectors_of_the_authors_are_of_the_shipped_casts():
+    cases = json.loads((Path(__file__).parent / "vectors" / "manifest.json").read_text())["cases"]
+    recorded = [case for case in cases if case["file"] == "quartet_ii.npz"]
+    for case in recorded:
+        assert CastConfig.model_validate(case["cast"]) == slots_of(load(case["recipe"]))[case["slot"]], case["name"]
+    assert {(case["recipe"], case["slot"]) for case in recorded} == {
+        (recipe, slot) for recipe in ("quartet_ii", "tetrajet_v2") for slot in ("fprop.x", "dgrad.dy")
+    }
 
 
 def test_the_operand_is_the_cast_of_its_keyed_noise_and_a_key_is_needed():

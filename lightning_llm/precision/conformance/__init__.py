@@ -1,4 +1,4 @@
-"""Recorded vectors of Transformer Engine, microxcaling, Quartet, Megatron and torch against the emulation.
+"""Recorded vectors of Transformer Engine, microxcaling, Quartet (I, II), Megatron and torch against the emulation.
 
 A folder holds `manifest.json` with `cases`, and the .npz files they name; array `a` of case `c` is stored as `c__a`. A
 check is one recorded array that is not an input, or one recorded hash; a case passes if it has checks and all agree.
@@ -112,6 +112,8 @@ def _checker(case: Case) -> Callable[[Case], Iterator[Check]] | None:
         "mxfp4_sr": checks.mxfp4_backward if "dX" in case else checks.mxfp4_stochastic,
         "mxfp4_sr_rht": checks.mxfp4_backward,
         "quartet": checks.quartet,
+        "quartet_ii": checks.recorded_cast,
+        "tetrajet_v2": checks.recorded_cast,
         "fp8_delayed": checks.delayed_updates if "hist" in case else checks.delayed_cast,
         "fp16": checks.loss_scales,
     }

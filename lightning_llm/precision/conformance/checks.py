@@ -150,6 +150,22 @@ def four_over_six(case: Case) -> Iterator[Check]:
             yield from _two_level(case, case.tensor("x"), cast, axis, suffix)
 
 
+def recorded_cast(case: Case) -> Iterator[Check]:
+    """Check the dequantized numbers of the cast in the case's entry, rotated by `sr_signs` if recorded.
+
+    `u`: noise per element, or per block of 16, whose first element's noise rounds its scale. The reference divides
+    where the casts multiply by a reciprocal, so numbers agree to rounding; a wrong code or scale is off by over 3 %.
+    """
+    cast = CastConfig.model_validate(case.spec["cast"])
+    x, noise = case.tensor("x"), case.tensor("u") if "u" in case else None
+    if "sr_signs" in case and cast.hadamard is not None:
+        x = rotate(x, rotation(cast.hadamard.size, case.tensor("sr_signs"), x.device), 1, torch.float32)
+    if noise is not None and noise.shape != x.shape:
+        noise = noise.repeat_interleave(16, 1)
+    made = case.run.quantize(x, cast, noise=noise).dequantized
+    yield case.close("expected", made, case.tensor("expected").double().abs() * 1e-6)
+
+
 def nvfp4_stochastic(case: Case) -> Iterator[Check]:
     """Check E2M1's eight-bit stochastic rounding of single elements."""
     noise = case.tensor("rbits8").float() / 256
