@@ -55,7 +55,7 @@ def compose(*overrides: str, config: StrPath | None = None, config_dir: StrPath 
         ConfigError: lists every wrong key, or else every conflict between keys.
     """
     from lightning_llm.config.workspace import open_config_dir
-    from lightning_llm.run.checked_plan import checked_resolution, read_words
+    from lightning_llm.run.checked_plan import checked_resolution, read_config
 
     if wrong := [word for word in overrides if not isinstance(word, str)]:
         text = f"must be strings such as 'trainer.max_steps=4', got {wrong[0]!r}. Unpack a list with *list."
@@ -63,7 +63,7 @@ def compose(*overrides: str, config: StrPath | None = None, config_dir: StrPath 
     folder = None if config_dir is None else Path(config_dir)
     if folder is not None:
         open_config_dir(folder)
-    reading = read_words(overrides, None if config is None else Path(config), folder)
+    reading = read_config(overrides, None if config is None else Path(config), folder)
     return checked_resolution(reading, to_train=False).config
 
 
@@ -160,7 +160,7 @@ def compare(
         IncompleteComparisonError: some runs could not be judged; its `comparison` has the verdicts on the others.
         ConfigError: no run could be judged; lists every reason. A flag in its text is the argument of that name.
     """
-    from lightning_llm.compare.best_value import best_of_words
+    from lightning_llm.compare.best_value import best_of_arguments
     from lightning_llm.compare.command import compare_named, print_table
     from lightning_llm.compare.requirement import read_gate
     from lightning_llm.compare.terms import RequestedTerms
@@ -179,7 +179,7 @@ def compare(
         [str(_path_of(each)) for each in given],
         terms,
         baseline,
-        best_of_words(best_of, choose_by),
+        best_of_arguments(best_of, choose_by),
         folder,
         **printed,
         gate=gate,

@@ -71,7 +71,7 @@ def panel_of(verdict: dict[str, Any], terms: Terms) -> CurvePanel:
 def draw(found: dict[str, Any]) -> str:
     """Return the picture as SVG text: the gaps, and below them each recipe's difference along the run."""
     terms = Terms(margin=found["margin"], metric=found["metric"], confidence=found["confidence"])
-    frame = Frame(found["baseline"], terms.margin, terms.unit, terms.metric, terms.confidence, terms.margin_words)
+    frame = Frame(found["baseline"], terms.margin, terms.unit, terms.metric, terms.confidence, terms.margin_text)
     panels = [panel_of(verdict, terms) for verdict in found["verdicts"]]
     with drawing_style():
         figure = Figure(figsize=(9.6, 1.4 + 0.34 * len(panels) + 2.3), layout="constrained")

@@ -55,7 +55,7 @@ def fits() -> str:
         f"|{' --- |' * (len(columns) + 1)}",
     ]
     for name, gap in fit.gaps.items():
-        effects = [effect_at(fit, name, rung.parameters, rung.tokens).words for rung in corners]
+        effects = [effect_at(fit, name, rung.parameters, rung.tokens).text for rung in corners]
         p = gap.growth[1]
         rows.append(f"| {name} | {gap.df + 3} | {gap.sd:.4f} | {' | '.join(effects)} | {p:.2f} |")
     return "\n".join(rows) + "\n"

@@ -190,7 +190,7 @@ def _workloads(runs: Sequence[Run], factor: Factor, metric: str) -> list[str]:
         setting = {key: run.config.get(key) for key in keys}
         families.setdefault(setting_of(run, keys), ComparisonGroup(setting, recipes={"": [Pair(run, run, {})]}))
     name_settings(list(families.values()))
-    return [families[setting_of(run, keys)].words or "all" for run in runs]
+    return [families[setting_of(run, keys)].text or "all" for run in runs]
 
 
 def _check_targets(

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
-from lightning_llm.compare.best_value import best_of_words
+from lightning_llm.compare.best_value import best_of_arguments
 from lightning_llm.compare.command import compare_named, print_data, print_escaped, print_table
 from lightning_llm.compare.requirement import read_gate
 from lightning_llm.compare.terms import RequestedTerms, terms_of
@@ -69,7 +69,7 @@ def compare(arguments: argparse.Namespace) -> int:
         arguments.margin, arguments.confidence, arguments.metric, arguments.tail, targets, arguments.all_pairs
     )
     with gathered(problems):
-        best_of = best_of_words(arguments.best_of, arguments.choose_by)
+        best_of = best_of_arguments(arguments.best_of, arguments.choose_by)
     with gathered(problems):
         terms_of(asked)
     if problems:

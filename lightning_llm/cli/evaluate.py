@@ -272,6 +272,6 @@ def _print_merge(found: Merge) -> None:
         return
     print(f"Spearman correlation of proxy and trained loss over {known} combinations (95 % intervals):")
     for metric in found.metrics:
-        print(f"  {metric:<20} {found.correlation(metric).words()}")
+        print(f"  {metric:<20} {found.correlation(metric).text()}")
     if not math.isnan(found.mean_of_sources):
         print(f"  mean of the held-out sets {found.mean_of_sources:+.2f}")

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
-from lightning_llm.compare.best_value import BestOf, best_of_words
+from lightning_llm.compare.best_value import BestOf, best_of_arguments
 from lightning_llm.compare.command import note_look, print_escaped, table_console, write_comparison
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.format import as_json, short
@@ -60,7 +60,7 @@ def run_ladder(arguments: argparse.Namespace, *, fit: bool, problems: Sequence[P
     with gathered(found):
         terms_of(asked)
     with gathered(found):
-        best_of = best_of_words(arguments.best_of, arguments.choose_by)
+        best_of = best_of_arguments(arguments.best_of, arguments.choose_by)
     with gathered(found):
         target = target_of([each for each in given if "=" in each]) if given else None
     if found:
@@ -239,7 +239,7 @@ def _refuse(report: Report, fit: Fit, asked: LadderRequest) -> None:
             continue
         report.refused[name] = reasons
         if asked.predict:
-            text = f"no prediction at {asked.predict.words}: {'; '.join(reasons)}."
+            text = f"no prediction at {asked.predict.text}: {'; '.join(reasons)}."
             report.problems.append(Problem(name, text))
 
 

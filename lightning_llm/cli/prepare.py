@@ -24,7 +24,7 @@ from lightning_llm.data.check import data_rules
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.report import account_lines, source_reports
 from lightning_llm.data.scoring import score_documents
-from lightning_llm.run.checked_plan import read_words
+from lightning_llm.run.checked_plan import read_config
 from lightning_llm.run.resume.weights import unnamed_problems
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
@@ -39,7 +39,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     """
     given = [word for word in arguments.score or () if _is_of_scores(word)]
     overrides = [*arguments.overrides, *(each for each in arguments.score or () if not _is_of_scores(each))]
-    reading = read_words(overrides, arguments.config, arguments.config_dir)
+    reading = read_config(overrides, arguments.config, arguments.config_dir)
     problems = list(reading.problems)
     scorers = chosen_scorers(given, problems) if arguments.score is not None else {}
     problems += _output_problems(arguments)

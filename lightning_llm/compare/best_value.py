@@ -39,13 +39,13 @@ class BestOf:
 class Choice:
     """The value chosen for one recipe.
 
-    `words` names the recipe; `losses`: {value: mean loss over the choosing seeds}, infinite if a run failed. `value` is
+    `text` names the recipe; `losses`: {value: mean loss over the choosing seeds}, infinite if a run failed. `value` is
     None if all values failed. `lost_seeds` are the judging seeds that failed at it. `plateau` is the range of values
     within the margin of the best mean over all seeds that have every value. `best_over_all` is the best value over
     those seeds: it may differ from `value` and be at the end of the grid.
     """
 
-    words: str
+    text: str
     value: Any
     losses: dict[Any, float]
     lost_seeds: tuple[int, ...] = ()
@@ -64,7 +64,7 @@ class Choice:
             for value, loss in sorted(self.losses.items())
         )
         if self.value is None:
-            return f"{self.words}: no {name} can be chosen, all diverged ({losses}); the recipe is not judged."
+            return f"{self.text}: no {name} can be chosen, all diverged ({losses}); the recipe is not judged."
         edge = " It is at the end of the grid." if self.at_the_edge else ""
         if self.plateau is not None:
             low, high = self.plateau
@@ -73,7 +73,7 @@ class Choice:
             edge += f" Over all seeds the loss is within the margin of its best{least} {flat}." if flat else ""
         seeds = f"seed{'s' if len(self.lost_seeds) > 1 else ''} {', '.join(map(str, self.lost_seeds))}"
         lost = f" At the judging {seeds} it diverged." if self.lost_seeds else ""
-        return f"{self.words}: best at {name}={self.value:g} (loss {losses}).{edge}{lost}"
+        return f"{self.text}: best at {name}={self.value:g} (loss {losses}).{edge}{lost}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Selection:
         """Return the entry "selection" of `compare.json`."""
         choices = [
             {
-                "recipe": each.words,
+                "recipe": each.text,
                 "value": each.value,
                 "losses": each.losses,
                 "plateau": list(each.plateau) if each.plateau else None,
@@ -132,7 +132,7 @@ class Selection:
         return [what, *(each.line(name) for each in self.choices)]
 
 
-def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:
+def best_of_arguments(best_of: str | None, choose_by: str | None) -> BestOf | None:
     """Return the request of the flags --best-of and --choose-by; None without --best-of.
 
     Raises:
@@ -144,10 +144,10 @@ def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:
         return None
     if choose_by == "all":
         return BestOf(best_of, by_all=True)
-    words = [] if choose_by is None else choose_by.split(",")
-    if not all(word.isdecimal() for word in words):
+    seeds = [] if choose_by is None else choose_by.split(",")
+    if not all(word.isdecimal() for word in seeds):
         raise ConfigError(Problem("--choose-by", "must be seeds such as 0 or 0,1, or all.", choose_by))
-    return BestOf(best_of, tuple(sorted({int(word) for word in words})))
+    return BestOf(best_of, tuple(sorted({int(word) for word in seeds})))
 
 
 def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, terms: Terms) -> Selection:
@@ -172,20 +172,20 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
     problems: list[Problem] = []
     beyond: dict[Beyond, list[Choice]] = {}
     for finished, rest in recipes.values():
-        words = _words([*finished, *rest][0], others)
-        losses = _losses_by_value(finished, asked.key, seeds, tail, words, problems)
+        recipe = _recipe_text([*finished, *rest][0], others)
+        losses = _losses_by_value(finished, asked.key, seeds, tail, recipe, problems)
         if not losses:
             continue
         best = min(losses, key=lambda value: losses[value])
         if math.isinf(losses[best]):
-            selection.choices.append(Choice(words, None, losses))
+            selection.choices.append(Choice(recipe, None, losses))
             continue
         judged = [run for run in finished if run.config[asked.key] == best and run.seed not in kept_back]
         lost = tuple(sorted(run.seed for run in judged if run.diverged))
         over_all = _losses_over_all(finished, asked.key, terms)
         flat = plateau(over_all, terms.margin) if math.isfinite(terms.margin) else None  # NaN: in tokens
         least = min(over_all, key=lambda value: over_all[value], default=None)
-        selection.choices.append(choice := Choice(words, best, losses, lost, flat, least))
+        selection.choices.append(choice := Choice(recipe, best, losses, lost, flat, least))
         if choice.at_the_edge:
             beyond.setdefault(beyond_of(choice, [*finished, *rest]), []).append(choice)
             continue
@@ -238,7 +238,7 @@ def edge_problem(choices: Sequence[Choice], where: Beyond, asked: BestOf) -> Pro
 
     Such a recipe is not judged: a better value may lie beyond, and its loss is unknown.
     """
-    *others, name = (f"{each.words} (at {each.value:g})" for each in choices)
+    *others, name = (f"{each.text} (at {each.value:g})" for each in choices)
     names = f"{', '.join(others)} and {name}" if others else name
     last = "smallest" if where.end == "below" else "largest"
     verb, they = ("is", "it is") if len(choices) == 1 else ("are", "they are")
@@ -309,7 +309,7 @@ def _tunable(runs: Sequence[Run], key: str, varying: Sequence[str]) -> str:
 
 
 def _losses_by_value(
-    finished: Sequence[Run], key: str, seeds: Sequence[int], tail: Tail | None, words: str, problems: list[Problem]
+    finished: Sequence[Run], key: str, seeds: Sequence[int], tail: Tail | None, recipe: str, problems: list[Problem]
 ) -> dict[Any, float]:
     """Return one recipe's {value: mean loss over `seeds`}, infinite if a run diverged.
 
@@ -319,7 +319,7 @@ def _losses_by_value(
     for value in sorted({run.config[key] for run in finished}):
         found = {run.seed: run for run in finished if run.config[key] == value}
         if missing := sorted(set(seeds) - found.keys()):
-            text = f"has no finished run of {words} at {value:g} and seed {missing[0]}. "
+            text = f"has no finished run of {recipe} at {value:g} and seed {missing[0]}. "
             problems.append(Problem(f"--best-of {key}", f"{text}Finish it, or choose other --choose-by seeds."))
             continue
         of_seeds = [found[seed] for seed in seeds]
@@ -341,7 +341,7 @@ def _nothing_to_judge(selection: Selection) -> list[Problem]:
         return []
     text = f"all runs at the best values have the choosing seeds ({', '.join(map(str, selection.seeds))})."
     best = [each for each in selection.choices if each.value is not None]
-    chosen = "; ".join(f"{each.words} {key}={each.value:g}" for each in best)
+    chosen = "; ".join(f"{each.text} {key}={each.value:g}" for each in best)
     return [Problem(f"--best-of {key}", f"{text} Run other seeds of {chosen}.")]
 
 
@@ -349,11 +349,11 @@ def _identity(run: Run, keys: Sequence[str]) -> str:
     return json.dumps([run.config.get(key) for key in keys], default=str)
 
 
-def _words(run: Run, keys: Sequence[str]) -> str:
+def _recipe_text(run: Run, keys: Sequence[str]) -> str:
     """Return the name of a recipe: the names of the groups that vary, or KEY=VALUE for groups without a name."""
-    words = []
+    parts = []
     for group in dict.fromkeys(key.partition(".")[0] for key in keys):
         name = run.config.get(f"{group}.name")
         own = [f"{key}={run.config.get(key)}" for key in keys if key.startswith(group)]
-        words += [f"{group}={name}"] if name else own
-    return " ".join(words) or "the recipe"
+        parts += [f"{group}={name}"] if name else own
+    return " ".join(parts) or "the recipe"

@@ -34,7 +34,7 @@ RATE = "optim.learning_rate"
 
 
 def compare_named(
-    words: Sequence[str],
+    arguments: Sequence[str],
     asked: RequestedTerms,
     baseline: str | None,
     best_of: BestOf | None,
@@ -44,10 +44,10 @@ def compare_named(
     say: Callable[[str], None],
     gate: Gate | None = None,
 ) -> Comparison:
-    """Compare the runs that `words` name, show the verdicts, write the report, and return the comparison.
+    """Compare the runs that `arguments` name, show the verdicts, write the report, and return the comparison.
 
     Args:
-        words: the RUN arguments (see `find_runs`).
+        arguments: the RUN arguments (see `find_runs`).
         asked: the requested terms; a term that is None is as declared for the sweep, or else the default.
         baseline: "group=level" or "key=value"; None for the default.
         best_of: compare each recipe at its best value of a key; None: at the values as run.
@@ -61,7 +61,7 @@ def compare_named(
         ConfigError: nothing could be judged.
     """
     terms_of(asked)  # report invalid terms before anything is read
-    found = find_runs(words)
+    found = find_runs(arguments)
     declared = declared_looks(found, asked, baseline, best_of)
     terms, baseline = terms_of(asked, declared.terms), declared.baseline or baseline
     if asked.all_pairs and (why := against_all_pairs(terms, best_of, declared.design, found)):
@@ -83,7 +83,7 @@ def compare_named(
     is_open = best_of is None and comparison.design is None  # --best-of would void the declared error rate
     if is_open and comparison.factor.name != RATE and has_grid(comparison.runs, RATE):
         same = flags_of(asked, baseline, RATE)
-        better = command("compare", *(words or [str(found.home)]), "--best-of", RATE, *same)
+        better = command("compare", *(arguments or [str(found.home)]), "--best-of", RATE, *same)
         comparison.notes.append(f"Recipes ran at several values of {RATE}. To compare each at its best value: {better}")
     if comparison.design is None and gate is None:
         note_look(comparison, found.home / "compare")
@@ -146,8 +146,8 @@ def flags_of(asked: RequestedTerms, baseline: str | None, key: str) -> list[str]
         "--baseline": baseline and re.sub(value, "", baseline), "--metric": asked.metric, "--margin": asked.margin,
         "--confidence": asked.confidence, "--tail": asked.tail,
     }  # fmt: skip
-    words = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
-    return [*words, *(word for target in asked.targets.words for word in ("--target", target))]
+    arguments = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+    return [*arguments, *(word for target in asked.targets.arguments for word in ("--target", target))]
 
 
 def note_look(comparison: Comparison, folder: Path) -> None:

@@ -19,8 +19,8 @@ def more_or_fewer(share: float, interval: tuple[float, float]) -> str:
     if any(math.isnan(each) for each in bounds):
         return text
     known = (math.isfinite(b) and (-b if fewer else b) > -1 for b in bounds)
-    words = (f"{round(100 * b, 1) + 0.0:.1f}" if k else "beyond" for b, k in zip(bounds, known, strict=True))
-    return f"{text} [{', '.join(words)}]"
+    bounds_text = (f"{round(100 * b, 1) + 0.0:.1f}" if k else "beyond" for b, k in zip(bounds, known, strict=True))
+    return f"{text} [{', '.join(bounds_text)}]"
 
 
 def nats(value: float, *, signed: bool = False) -> str:
@@ -34,9 +34,9 @@ def interval_text(low: float, high: float) -> str:
     return f"[{nats(low, signed=True)}, {nats(high, signed=True)}]"
 
 
-def minus(words: str) -> str:
-    """Return `words` with typographic minus signs before negative numbers, for print."""
-    return re.sub(r"(?<!\w)-(?=[\d.]|inf)", "−", words)
+def minus(text: str) -> str:
+    """Return `text` with typographic minus signs before negative numbers, for print."""
+    return re.sub(r"(?<!\w)-(?=[\d.]|inf)", "−", text)
 
 
 def short(number: int | float | None) -> str:

@@ -56,7 +56,7 @@ def compare_runs(
     damaged = [*damaged, *(Path(each.key) for each in copies)]
     usable, waiting = split_usable(runs)
     problems = [*copies, *unfinished_problems(waiting)]
-    unfinished = [run for run in waiting if not run.words]
+    unfinished = [run for run in waiting if not run.overrides]
     if incomparable := why_incomparable(usable, terms.metric):
         raise ConfigError([*problems, incomparable])
     usable, notes = newest_of_same(usable)
@@ -86,7 +86,7 @@ def compare_runs(
         raise ConfigError(comparison.problems)
     comparison.families = [each for each in comparison.families if comparison.verdicts_of(each)]
     if terms.targets != NO_TARGETS:
-        comparison.problems += terms.targets.check([family.words for family in comparison.families])
+        comparison.problems += terms.targets.check([family.text for family in comparison.families])
     if terms.all_pairs:
         _add_all_pairs(comparison, bool(damaged))
     comparison.notes += notes_on(factor, comparison.families, comparison.verdicts, damaged)

@@ -177,7 +177,7 @@ class Design:
         return {**about, "hash": hash_of(about)}
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The design as text: "after 2, 3, 4 seeds, margin 0.01 nats per token, pocock spending"."""
         looks = ", ".join(str(look.seeds) for look in self.looks)
         return f"after {looks} seeds, margin {self.terms.margin_and_unit}, {self.spending} spending"
@@ -281,12 +281,12 @@ def declared_looks(
     if others:
         text = (
             f"The looks of {', '.join(folder.name for folder in designs)} were declared before its first run "
-            f"({design.words}), but this comparison differs: {'; '.join(others)}. Its verdicts are taken at one "
+            f"({design.text}), but this comparison differs: {'; '.join(others)}. Its verdicts are taken at one "
             "undeclared look at the existing runs and do not have the declared error rate."
         )
         return Declared(None, (text,))
     text = (
-        f"Looks were declared before the first run: {design.words}. The intervals are valid jointly over all looks and "
+        f"Looks were declared before the first run: {design.text}. The intervals are valid jointly over all looks and "
         f"recipes with {100 * design.terms.confidence:g} %, whenever a sweep stops (repeated confidence intervals). "
         "The verdict and interval of a recipe are those of the look that decided it, or of its last look."
     )
@@ -296,7 +296,7 @@ def declared_looks(
 def _other_terms(design: Design, asked: RequestedTerms, baseline: str | None, best_of: BestOf | None) -> list[str]:
     now, were = asked.over(design.terms), design.terms
     named = {
-        "margin": (were.margin_words, now.margin_words), "confidence": (were.confidence, now.confidence),
+        "margin": (were.margin_text, now.margin_text), "confidence": (were.confidence, now.confidence),
         "metric": (were.metric, now.metric), "tail": (were.tail_share, now.tail_share),
         "baseline": (design.baseline or USUAL, baseline or design.baseline or USUAL),
     }  # fmt: skip

@@ -105,7 +105,7 @@ class RecordedLook:
 
 def look_at(verdicts: Sequence["Verdict"], terms: Terms) -> RecordedLook:
     """Return the record of a look with these verdicts and terms; `seen` equals an earlier look's if nothing is new."""
-    names = {id(each): " ".join(filter(None, (each.name, each.family.words))) for each in verdicts}
+    names = {id(each): " ".join(filter(None, (each.name, each.family.text))) for each in verdicts}
     shown = [
         [names[id(each)], each.factor.baseline_label, sorted(each.judged.measured.differences.items()),
          each.judged.measured.seeds, each.judged.measured.missing_seeds]
@@ -144,8 +144,8 @@ def _seeds_of(losses: Mapping[str, Mapping[str, Any]]) -> dict[str, set[str]]:
 
 def _asked(terms: Terms) -> dict[str, Any]:
     """Return the terms that determine verdicts, for the hash; other terms only change the display."""
-    words = {key: getattr(terms, key) for key in ("margin", "confidence", "metric", "tail_share")}
-    return words if terms.token_margin is None else words | {"token_margin": terms.token_margin}
+    values = {key: getattr(terms, key) for key in ("margin", "confidence", "metric", "tail_share")}
+    return values if terms.token_margin is None else values | {"token_margin": terms.token_margin}
 
 
 def record_look(look: RecordedLook, folder: Path) -> list[RecordedLook]:

@@ -102,7 +102,7 @@ class Requirement:
         """The outcome as a line: "not met, exit code 1: mxfp4_rne is lossy"."""
         deciding = [verdict for verdict, outcome in self.outcomes if outcome == self.outcome]
         arms = "; ".join(
-            f"{' '.join(filter(None, (verdict.name, verdict.family.words)))} is {verdict.qualified}"
+            f"{' '.join(filter(None, (verdict.name, verdict.family.text)))} is {verdict.qualified}"
             for verdict in deciding
         )
         return f"{self.required} {self.outcome}, exit code {self.exit_code}: {arms}"

@@ -52,7 +52,7 @@ class SequentialState:
         return self.coming is None
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The look as text: "look 2 of 6"."""
         return f"look {self.look.number if self.look else 0} of {len(self.design.looks)}"
 
@@ -60,12 +60,12 @@ class SequentialState:
     def what_next(self) -> str:
         """State and next look of an undecided recipe, as text: "open at look 2 of 6; the next is after 4 seeds"."""
         if self.coming is not None and self.waits_for:
-            return f"open at {self.words}; the next, after {self.coming.seeds} seeds, waits for {self._awaited}"
+            return f"open at {self.text}; the next, after {self.coming.seeds} seeds, waits for {self._awaited}"
         if self.coming is not None:
-            return f"open at {self.words}; the next is after {self.coming.seeds} seeds"
+            return f"open at {self.text}; the next is after {self.coming.seeds} seeds"
         if self.unlearned:
-            return f"open at {self.words}; more seeds would not help"
-        return f"open at {self.words}, the last: the declared {self.design.last.seeds} seeds are spent"
+            return f"open at {self.text}; more seeds would not help"
+        return f"open at {self.text}, the last: the declared {self.design.last.seeds} seeds are spent"
 
     @property
     def _awaited(self) -> str:

@@ -53,7 +53,7 @@ def _print(console: Console, line: Text) -> None:
 
 def _table(comparison: Comparison) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    settings = any(family.words for family in comparison.families)
+    settings = any(family.text for family in comparison.families)
     for name in ("recipe", *(("setting",) if settings else ()), "verdict"):
         table.add_column(name, overflow="fold")
     for name in COLUMNS:
@@ -62,11 +62,11 @@ def _table(comparison: Comparison) -> Table:
         verdicts = comparison.verdicts_of(baseline.family)
         if not verdicts:
             continue
-        words = [baseline.family.words] if settings else []
-        table.add_row(baseline.label, *words, "baseline", *baseline_cells(baseline), style="dim")
+        setting = [baseline.family.text] if settings else []
+        table.add_row(baseline.label, *setting, "baseline", *baseline_cells(baseline), style="dim")
         for verdict in verdicts:
             decision = Text(verdict.qualified, style=STYLES[verdict.colour])
-            table.add_row(verdict.name, *words, decision, *cells(verdict))
+            table.add_row(verdict.name, *setting, decision, *cells(verdict))
     return table
 
 
@@ -88,12 +88,12 @@ def pair_cells(each: PairGap, *, settings: bool) -> tuple[str, ...]:
 
     `settings`: add the setting, for a comparison with several.
     """
-    words = [each.setting] if settings else []
+    setting = [each.setting] if settings else []
     known = each.low == each.low
     decision = f"{each.decision}{'' if each.controlled else ' (not controlled)'}"
     interval = interval_text(each.low, each.high) if known else "-"
     gap = nats(each.gap, signed=True) if each.pairs else "-"
-    return (each.recipe, each.other, *words, decision, gap, interval, str(each.pairs))
+    return (each.recipe, each.other, *setting, decision, gap, interval, str(each.pairs))
 
 
 def baseline_cells(baseline: Baseline) -> list[str]:
@@ -181,7 +181,7 @@ def baseline_row(baseline: Baseline) -> Row:
 
 def _printed(figures: Mapping[str, str]) -> dict[str, str]:
     """Return the figures for print: missing values leave their cell empty."""
-    return {column: "" if words == "-" else minus(words) for column, words in figures.items()}
+    return {column: "" if text == "-" else minus(text) for column, text in figures.items()}
 
 
 def stability_words(stability: Stability) -> str:

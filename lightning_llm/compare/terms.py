@@ -33,7 +33,7 @@ class Terms:
     """The unit of a metric that another trainer logged; None for runs of this program."""
 
     @property
-    def margin_words(self) -> str:
+    def margin_text(self) -> str:
         """The margin as text: "0.01", "2 % of tokens (0.0041)"."""
         if self.token_margin is None:
             return f"{self.margin:g}"
@@ -43,7 +43,7 @@ class Terms:
     @property
     def margin_and_unit(self) -> str:
         """The requested margin with its unit: "0.01 nats per token", "2 % of tokens"."""
-        return self.margin_words if self.token_margin is not None else f"{self.margin:g} {self.unit}"
+        return self.margin_text if self.token_margin is not None else f"{self.margin:g} {self.unit}"
 
     @property
     def unit(self) -> str:

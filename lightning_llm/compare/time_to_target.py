@@ -39,8 +39,8 @@ class Targets:
         return dict(self.by_setting).get(setting, self.for_all)
 
     @property
-    def words(self) -> list[str]:
-        """The targets as words of --target, which `read_targets` reads."""
+    def arguments(self) -> list[str]:
+        """The targets as arguments of --target, which `read_targets` reads."""
         own = [f"{setting}:{value!r}" for setting, value in self.by_setting]
         return own if self.for_all is None else [repr(self.for_all), *own]
 
@@ -68,8 +68,8 @@ class Targets:
 NO_TARGETS = Targets()
 
 
-def read_targets(words: Sequence[str]) -> Targets:
-    """Return the targets that the words of --target name: "4.4" for all settings, "model=llama_tiny:4.4" for one.
+def read_targets(arguments: Sequence[str]) -> Targets:
+    """Return the targets that --target names: "4.4" for all settings, "model=llama_tiny:4.4" for one.
 
     A later target of the same setting replaces an earlier one.
 
@@ -77,7 +77,7 @@ def read_targets(words: Sequence[str]) -> Targets:
         ConfigError: with all invalid targets.
     """
     problems, for_all, own = [], None, {}
-    for word in words:
+    for word in arguments:
         setting, _, number = word.rpartition(":")
         try:
             value = float(number)
@@ -145,7 +145,7 @@ class TimeToTarget:
     confidence: float
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The ratio of tokens as text, or the bounds that are known."""
         if not self.pairs:
             return "-"

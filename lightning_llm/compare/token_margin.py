@@ -135,7 +135,7 @@ def in_nats(terms: Terms, family: ComparisonGroup, curve: Curve | None, of_basel
     share = terms.token_margin
     if share is None:
         return terms
-    where = f" ({family.words})" if family.words else ""
+    where = f" ({family.text})" if family.text else ""
     if curve is None or not _shows(curve, share):
         lacking = _lacking(family, curve, terms, of_baseline)
         raise ConfigError(Problem("--margin", f"{100 * share:g}%{where} {lacking}"))
@@ -192,7 +192,7 @@ def unplanned(
         if not _shows_with(at, counts, share):
             there = tuple(round(count / at * steps) for count in sorted({*counts, at}))
             others = max(1, steps // 2), 2 * steps
-            found.append(Unplanned(family.words, pair.baseline, there, steps, others))
+            found.append(Unplanned(family.text, pair.baseline, there, steps, others))
     return found
 
 

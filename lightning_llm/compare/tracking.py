@@ -146,8 +146,8 @@ def _log_parent(
 ) -> str:
     """Write the verdicts and the report to the sweep's run; return the id of its experiment."""
     for verdict in verdicts:
-        words = f" {verdict.family.words}" if verdict.family.words else ""
-        client.set_tag(parent, f"verdict/{_safe(verdict.name + words)}", line_of(verdict)[:5000])
+        setting = f" {verdict.family.text}" if verdict.family.text else ""
+        client.set_tag(parent, f"verdict/{_safe(verdict.name + setting)}", line_of(verdict)[:5000])
     for key, line in lines.items():
         client.set_tag(parent, _safe(key), line[:5000])
     run = client.get_run(parent)
@@ -165,11 +165,11 @@ def headline(verdicts: Sequence[Verdict]) -> str:
     """Return all verdicts in one line of Markdown. MLflow shows only the first lines of a description."""
     found: dict[str, list[str]] = {}
     for verdict in verdicts:
-        name = " ".join(filter(None, (verdict.name, verdict.family.words)))
+        name = " ".join(filter(None, (verdict.name, verdict.family.text)))
         found.setdefault(verdict.qualified, []).append(name)
     terms, baseline = verdicts[0].terms, verdicts[0].factor.baseline_label
     parts = (f"**{qualified}**: {', '.join(names)}" for qualified, names in found.items())
-    return f"{'; '.join(parts)} (against {baseline}, margin {terms.margin_words})."
+    return f"{'; '.join(parts)} (against {baseline}, margin {terms.margin_text})."
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> str:
@@ -178,7 +178,7 @@ def verdict_table(verdicts: Sequence[Verdict]) -> str:
     for verdict in verdicts:
         estimate = verdict.judged.estimate
         cells = [
-            " ".join(filter(None, (verdict.name, verdict.family.words))),
+            " ".join(filter(None, (verdict.name, verdict.family.text))),
             f"**{verdict.qualified}**",
             nats(estimate.gap, signed=True) if math.isfinite(estimate.gap) else "",
             interval_text(estimate.low, estimate.high) if math.isfinite(estimate.low) else "",

@@ -137,7 +137,7 @@ class Tuned:
     unjudged: tuple[Any, ...] = ()
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The reason why a decision is withheld, as text; "" if none is."""
         if not self.withheld:
             return ""

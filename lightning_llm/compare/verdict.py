@@ -261,7 +261,7 @@ class Verdict:
     @cached_property
     def time_to_target(self) -> TimeToTarget | None:
         """Time to `Terms.targets`, censored on both sides; None if this setting has no target."""
-        target = self.terms.targets.of(self.family.words)
+        target = self.terms.targets.of(self.family.text)
         if target is None:
             return None
         tail = self.judged.measured.tail

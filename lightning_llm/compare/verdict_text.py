@@ -20,8 +20,8 @@ from lightning_llm.tracking.sweep_file import FILE as SWEEP_FILE
 
 def line_of(verdict: Verdict) -> str:
     """Return a verdict as one line of text, which always states model size, tokens, setting and margin."""
-    where = ", ".join(filter(None, (verdict.scale, verdict.family.words, verdict.family.survived_at)))
-    decided = f"{verdict.decision} against {verdict.factor.baseline_label} at margin {verdict.terms.margin_words}"
+    where = ", ".join(filter(None, (verdict.scale, verdict.family.text, verdict.family.survived_at)))
+    decided = f"{verdict.decision} against {verdict.factor.baseline_label} at margin {verdict.terms.margin_text}"
     reason = reason_of(verdict)
     name = f"{verdict.name}{verdict.coverage.suffix if verdict.coverage else ''}"
     text = f"{name} at {where}: {decided} ({', '.join(_numbers(verdict))}){f', {reason}' if reason else ''}"
@@ -34,7 +34,7 @@ def line_of(verdict: Verdict) -> str:
     elif verdict.unverified:
         runs = {id(run) for pair in verdict.pairs for run in (pair.baseline, pair.run)}
         text += f"; records not verified ({len(verdict.unverified)} of {count(len(runs), 'run')})"
-    return f"{text}; {verdict.switch.words}" if verdict.switch else text
+    return f"{text}; {verdict.switch.text}" if verdict.switch else text
 
 
 def quantized_sentences(verdicts: Sequence[Verdict]) -> list[str]:
@@ -55,7 +55,7 @@ def quantized_sentences(verdicts: Sequence[Verdict]) -> list[str]:
 
 def reason_of(verdict: Verdict) -> str:
     """Return the qualifications of a verdict (failed seeds, few pairs, confounders, ...) as text; "" without any."""
-    grid = verdict.tuned.words if verdict.tuned else ""
+    grid = verdict.tuned.text if verdict.tuned else ""
     parts = [
         _damaged(verdict),
         _unlearned(verdict),
@@ -101,11 +101,11 @@ def _numbers(verdict: Verdict) -> list[str]:
     in_all = len(measured.seeds)
     numbers.append(count(in_all, "pair") if estimate.pairs == in_all else f"{estimate.pairs} of {in_all} pairs")
     if verdict.sequential is not None:
-        numbers.append(verdict.sequential.words)
+        numbers.append(verdict.sequential.text)
     if verdict.floor.sd is not None:
         numbers.append(f"A/A floor {nats(verdict.floor.sd)}")
     numbers.append(failures(verdict.judged.stability))
-    if spikes := verdict.spikes.words:
+    if spikes := verdict.spikes.text:
         numbers.append(spikes)
     if (time := verdict.time_to_target) is not None:
         numbers.append(_to_target(time))
@@ -118,7 +118,7 @@ def _to_target(time: TimeToTarget) -> str:
     """Return the time to the target, and how many runs reached it if not all did."""
     if time.arrived == time.baseline_arrived == 0:
         return f"no run of its {count(time.pairs, 'pair')} reached {time.target:g}, nor any of the baseline's"
-    text = f"tokens to {time.target:g}: {time.words} the baseline's"
+    text = f"tokens to {time.target:g}: {time.text} the baseline's"
     if time.arrived == time.baseline_arrived == time.pairs:
         return text
     return f"{text}, reached by {time.arrived} of {time.pairs}, the baseline's {time.baseline_arrived}"

@@ -238,8 +238,8 @@ class Tasks:
                 hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
                 text = f"lm-eval has no task '{word}'.{hint} For a task of yours, name its .yaml."
                 problems.append(Problem("--tasks", text))
-        self.words = [str(files.get(word, word)) for word in words]
-        for word in self.words if not problems else ():
+        self.names = [str(files.get(word, word)) for word in words]
+        for word in self.names if not problems else ():
             try:
                 problems += _settings_problems(self.manager.load([word])["tasks"])
             # Whatever a task's file or the loading of its data set raises.
@@ -266,7 +266,7 @@ class Tasks:
         task, a share of them below 1, or None for all.
         """
         everything: Any = simple_evaluate(
-            model, tasks=list(self.words), limit=limit, task_manager=self.manager, log_samples=False,
+            model, tasks=list(self.names), limit=limit, task_manager=self.manager, log_samples=False,
             bootstrap_iters=1000,
         )  # fmt: skip
         found: dict[str, dict[str, Any]] = {}

@@ -66,7 +66,7 @@ class RankCorrelation:
         low, high = (math.tanh(math.atanh(inner) + side * half) for side in (-1, 1))
         return cls(rho, -1.0 if rho < inner else low, 1.0 if rho > inner else high, count)
 
-    def words(self) -> str:
+    def text(self) -> str:
         """Return the correlation and its interval as text: "+0.83 [+0.41, +0.96]"."""
         return f"{self.rho:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
 

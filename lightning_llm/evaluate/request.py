@@ -62,7 +62,7 @@ class EvaluationRequest:
     @property
     def digest(self) -> str:
         """Hash of the weights, data, tasks and settings, 16 hex digits: equal requests have equal results."""
-        files = [Path(word) for word in (self.tasks.words if self.tasks else ()) if Path(word).is_file()]
+        files = [Path(word) for word in (self.tasks.names if self.tasks else ()) if Path(word).is_file()]
         own = self.subjects[0].config.data  # its global batch is that of the layout
         data = own.model_dump(mode="json", exclude={"global_batch_size"}) if self.validates else None
         texts = [Path(each["path"]) for each in (data or {}).get("sources", {}).values() if each.get("path")]
@@ -70,7 +70,7 @@ class EvaluationRequest:
             "weights": [subject.checkpoint.digest for subject in self.subjects if subject.checkpoint],
             "data": data,
             "text": [_changes(each) for each in texts],
-            "tasks": [*(self.tasks.words if self.tasks else ()), *(_changes(each) for each in files)],
+            "tasks": [*(self.tasks.names if self.tasks else ()), *(_changes(each) for each in files)],
             "limit": self.limit,
             "compute_dtype": self.compute_dtype,
         }

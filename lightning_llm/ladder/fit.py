@@ -113,7 +113,7 @@ class Gap:
         return ratio, float(special.stdtr(self.df_of(np.array([0.0, 0.0, 1.0])), -ratio))
 
     @property
-    def growth_words(self) -> str:
+    def growth_text(self) -> str:
         """The result of that test as text: "grows with tokens per parameter (p = 0.003)"."""
         _, p = self.growth
         if p != p:
@@ -278,7 +278,7 @@ class Effect:
         return float(special.stdtrit(self.df, 0.5 + self.confidence / 2))
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The cost in tokens with its interval as text: "4.1 % more tokens [2.0, 6.5]"."""
         return more_or_fewer(self.more_tokens, (self.low, self.high))
 
@@ -289,7 +289,7 @@ def line_of(effect: Effect, gap: Gap, model: str = "") -> str:
     For example "mxfp4_sr: 4.1 % more tokens [2.0, 6.5] at 1B / 20B, grows with tokens per parameter (p = 0.003)".
     """
     where = f"{short(effect.parameters)} / {short(effect.tokens)}{f' ({model})' if model else ''}"
-    return f"{effect.recipe}: {effect.words} at {where}, {gap.growth_words}"
+    return f"{effect.recipe}: {effect.text} at {where}, {gap.growth_text}"
 
 
 def more_tokens(gap: Array, law: Law, tokens: float) -> Array:

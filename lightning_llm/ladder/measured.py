@@ -107,9 +107,9 @@ def ladder_of(comparison: Comparison) -> Ladder:
     for verdict in comparison.verdicts:
         _add_pairs(rungs, verdict)
     problems = [
-        Problem("RUN", f"{len(words)} settings have {where[0]} parameters and {where[1]} tokens ({'; '.join(words)}): "
+        Problem("RUN", f"{len(each)} settings have {where[0]} parameters and {where[1]} tokens ({'; '.join(each)}): "
                 "a rung must be one. Name the runs of one setting, or use each recipe's best (--best-of KEY).")
-        for where, words in _settings_by_place(comparison).items() if len(words) > 1
+        for where, each in _settings_by_place(comparison).items() if len(each) > 1
     ]  # fmt: skip
     if problems:
         raise ConfigError(problems)
@@ -123,7 +123,7 @@ def _settings_by_place(comparison: Comparison) -> dict[Place, list[str]]:
         place = _place(verdict)
         if place and all(family is not verdict.family for family in found.get(place, [])):
             found.setdefault(place, []).append(verdict.family)
-    return {place: [family.words or "no other key" for family in families] for place, families in found.items()}
+    return {place: [family.text or "no other key" for family in families] for place, families in found.items()}
 
 
 def _place(verdict: Verdict) -> Place | None:

@@ -177,19 +177,19 @@ TOKENS = "data.tokens"
 FLAG = "--predict"
 
 
-def target_of(words: Sequence[str]) -> Target:
-    """Return the target that the words of --predict name: model=NAME, further keys of the model, data.tokens=NUMBER.
+def target_of(arguments: Sequence[str]) -> Target:
+    """Return the target that --predict names: model=NAME, further keys of the model, data.tokens=NUMBER.
 
     Raises:
         ConfigError: with everything missing or invalid, including errors of the model's config.
     """
     problems = [
         Problem(FLAG, f"'{word}' is neither a model (model=NAME, model.KEY=VALUE) nor {TOKENS}=NUMBER.")
-        for word in words
+        for word in arguments
         if not word.startswith((f"{TOKENS}=", "model=", "model."))
     ]
-    model = [word for word in words if word.startswith(("model=", "model."))]
-    counts = [word.partition("=")[2] for word in words if word.startswith(f"{TOKENS}=")]
+    model = [word for word in arguments if word.startswith(("model=", "model."))]
+    counts = [word.partition("=")[2] for word in arguments if word.startswith(f"{TOKENS}=")]
     if not any(word.startswith("model=") for word in model):
         problems.append(Problem(FLAG, "has no model. Add one to set the number of parameters, e.g. model=llama_1b."))
     if len(counts) != 1:

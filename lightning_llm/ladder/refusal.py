@@ -36,7 +36,7 @@ class Target:
     name: str = ""
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Parameters and tokens as text: "1.24B / 20B"."""
         return f"{short(self.parameters)} / {short(self.tokens)}"
 

@@ -42,7 +42,7 @@ class Report:
 
     def costs(self, effect: Effect) -> str:
         """Return the cost in tokens as text, "4.1 % more tokens [2.0, 6.5]"; "-" if the law does not hold."""
-        return "-" if self.misfit else effect.words
+        return "-" if self.misfit else effect.text
 
     def effects(self, recipe: str) -> list[Effect]:
         """Return the fitted cost of the recipe at each rung on which it was run; [] without a fit."""
@@ -177,5 +177,5 @@ def gap_line(name: str, gap: Gap) -> str:
     lack = "" if gap.lack_of_fit != gap.lack_of_fit else f", lack of fit p = {gap.lack_of_fit:.2g}"
     return (
         f"{name}: gap = {c_d} B D^-beta {c_n} A N^-alpha {c_o} D/N (standard errors in brackets), SD of a pair "
-        f"{gap.sd:.4f}, {gap.df} degrees of freedom{lack}; {gap.growth_words}"
+        f"{gap.sd:.4f}, {gap.df} degrees of freedom{lack}; {gap.growth_text}"
     )

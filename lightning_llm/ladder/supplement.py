@@ -96,13 +96,13 @@ def _table(report: Report, fit: Fit, predictions: Sequence[Prediction]) -> Table
     for name in fit.gaps:
         for effect in report.effects(name):
             measured = measured_gap(report.ladder, effect)
-            words = nats(measured, signed=True), nats(effect.gap, signed=True), report.costs(effect)
-            rows.append((name, *_place(effect.parameters, effect.tokens), *words))
+            cells = nats(measured, signed=True), nats(effect.gap, signed=True), report.costs(effect)
+            rows.append((name, *_place(effect.parameters, effect.tokens), *cells))
             figures.append(_figures("measured", effect, measured))
         for each in predictions:
             if each.claim["recipe"] == name:
-                words = _outcome(each), nats(each.claim["gap"], signed=True), _share(each)
-                rows.append((f"{name}, predicted", *_place(each.claim["parameters"], each.claim["tokens"]), *words))
+                cells = _outcome(each), nats(each.claim["gap"], signed=True), _share(each)
+                rows.append((f"{name}, predicted", *_place(each.claim["parameters"], each.claim["tokens"]), *cells))
                 figures.append(_predicted(each))
     level = f"{100 * report.confidence:g} %"
     refused = "".join(f" No cost is computed from this fit: {reason}." for reason in report.misfit)
@@ -215,10 +215,10 @@ def panels_of(report: Report, fit: Fit, recipe: str, axis: Axis, predictions: Se
 
 def _predicted_point(claim: Mapping[str, Any], axis: Axis) -> Predicted:
     low, high = claim["more_tokens_interval"]
-    return Predicted(claim[axis.name], claim["more_tokens"], low, high, _words(claim[axis.other], axis))
+    return Predicted(claim[axis.name], claim["more_tokens"], low, high, _place_text(claim[axis.other], axis))
 
 
-def _words(other: int, axis: Axis) -> str:
+def _place_text(other: int, axis: Axis) -> str:
     return f"{short(other)} {axis.other}"
 
 
@@ -230,7 +230,7 @@ def _line(
     measured = np.array([_measured(fit, rung, recipe, report.confidence) for rung in rungs]).reshape(-1, 3)
     costs, lows, highs = measured.T
     return Line(
-        _words(other, axis),
+        _place_text(other, axis),
         np.array([float(getattr(rung, axis.name)) for rung in rungs]),
         costs,
         lows,

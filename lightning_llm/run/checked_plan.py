@@ -19,10 +19,10 @@ from lightning_llm.run.resume.weights import init_problems, unnamed_problems
 
 def read_arguments(arguments: argparse.Namespace) -> ParsedConfig:
     """Return the config given by --config, or by overrides and --config-dir. Raises ConfigError."""
-    return read_words(arguments.overrides, arguments.config, arguments.config_dir)
+    return read_config(arguments.overrides, arguments.config, arguments.config_dir)
 
 
-def read_words(overrides: Sequence[str], file: Path | None, config_dir: Path | None) -> ParsedConfig:
+def read_config(overrides: Sequence[str], file: Path | None, config_dir: Path | None) -> ParsedConfig:
     """Return the config of `file` (a run's config.yaml) or, without it, composed of the shipped groups and
     `config_dir`.
 

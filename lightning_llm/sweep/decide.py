@@ -57,7 +57,7 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
     """
     definition, design = declared_sweep(composed, keys)
     whole = definition()
-    print(f"sweep  looks {design.words}; in {whole.folder}", flush=True)
+    print(f"sweep  looks {design.text}; in {whole.folder}", flush=True)
     outcomes: list[Outcome] = []
     begun: tuple[Job, ...] = ()
     with signals_passed_on() as relay:

@@ -55,7 +55,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     whole = definition()
     first, most = most_jobs(whole, design)
     return sweep_facts(whole) | {
-        "sequential": {**design.as_data(), "words": design.words, "first_jobs": first, "most_jobs": most}
+        "sequential": {**design.as_data(), "words": design.text, "first_jobs": first, "most_jobs": most}
     }
 
 

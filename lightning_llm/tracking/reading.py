@@ -82,7 +82,7 @@ class Run:
     """The metrics of `evaluate` for which higher is better."""
     unverified: str = ""
     """Why its records could not be verified, "" if they were."""
-    words: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     """Overrides of a sweep's job, if nothing else is known about it; its config then contains only the seed."""
     logged_on: str = ""
     """Axis of the curve that another trainer logged ("steps", "tokens" or a column); "" for a run of this program."""

@@ -184,7 +184,7 @@ def reached(tokens: float, ended: float = 100.0) -> Reached:
 )
 def test_a_run_that_misses_the_target_bounds_the_ratio(times, low, high, words):
     found = of_times([(reached(ours), reached(theirs)) for ours, theirs in times], 4.0, 0.95)
-    assert (found.low, found.high, found.words) == (pytest.approx(low), pytest.approx(high), words)
+    assert (found.low, found.high, found.text) == (pytest.approx(low), pytest.approx(high), words)
 
 
 def test_without_a_difference_slower_is_as_likely_as_faster():

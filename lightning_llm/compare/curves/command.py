@@ -22,7 +22,7 @@ ALLOWED = "Allowed: a DataFrame, a dict of arrays, or a list of (step, loss) pai
 
 
 def compare_named_logs(
-    words: Sequence[str],
+    arguments: Sequence[str],
     pattern: str | None,
     asked: RequestedTerms,
     baseline: str | None,
@@ -36,7 +36,7 @@ def compare_named_logs(
     """Compare the logs that the arguments of --from name, show the verdicts, write the report, return the comparison.
 
     Args:
-        words: `ARM/SEED=PATH`, or paths that `pattern` (--pattern) describes.
+        arguments: `ARM/SEED=PATH`, or paths that `pattern` (--pattern) describes.
         asked: the requested terms.
         baseline: name of the baseline's arm.
         options: how logs are read.
@@ -48,7 +48,7 @@ def compare_named_logs(
     Raises:
         ConfigError: a log or an option is wrong; nothing is judged then.
     """
-    logs = named_logs(words, pattern)
+    logs = named_logs(arguments, pattern)
     folder = output or home_of(logs) / "compare"
     return compare_tables(read_logs(logs, options), asked, baseline, options, folder, show=show, say=say, gate=gate)
 

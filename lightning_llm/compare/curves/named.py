@@ -73,7 +73,7 @@ def is_uri(address: str) -> bool:
     return URI.match(address) is not None
 
 
-def named_logs(words: Sequence[str], pattern: str | None = None) -> list[NamedLog]:
+def named_logs(arguments: Sequence[str], pattern: str | None = None) -> list[NamedLog]:
     """Return the logs that the arguments of --from name; `pattern` (--pattern): finds arm and seed in a bare path.
 
     Raises:
@@ -86,7 +86,7 @@ def named_logs(words: Sequence[str], pattern: str | None = None) -> list[NamedLo
     if problems:
         raise ConfigError(problems)
     logs: list[NamedLog] = []
-    for word in words:
+    for word in arguments:
         with gathered(problems):
             logs.append(_named(word, pattern, template))
     problems += _repeated(logs)

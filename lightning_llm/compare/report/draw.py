@@ -86,17 +86,17 @@ def _forest_row(axes: Any, row: ForestRow, place: float, *, numbers: bool) -> No
     failed = [f"seed {seed} outlier {gap:+.2g}" for seed, gap in row.outliers.items()]
     failed += [f"seed {seed} diverged" for seed in row.diverged_seeds]
     if numbers:
-        words = "" if not math.isfinite(interval.gap) else nats(interval.gap, signed=True)
+        text = "" if not math.isfinite(interval.gap) else nats(interval.gap, signed=True)
         if interval.bounded:
-            words += f" {interval_text(interval.low, interval.high)}"
-        _beside(axes, minus(words), place, colour, 8.5)
+            text += f" {interval_text(interval.low, interval.high)}"
+        _beside(axes, minus(text), place, colour, 8.5)
         _beside(axes, ", ".join(failed), place - 0.42, FAILED, 7.5)
 
 
-def _beside(axes: Any, words: str, place: float, colour: str, size: float) -> None:
+def _beside(axes: Any, text: str, place: float, colour: str, size: float) -> None:
     """Write to the right of the axes."""
     axes.annotate(
-        words, (1, place), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points", va="center",
+        text, (1, place), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points", va="center",
         fontsize=size, color=colour, annotation_clip=False,
     )  # fmt: skip
 
@@ -231,7 +231,7 @@ def _zero_and_margins(
     line = axes.axvline if axis == "x" else axes.axhline
     line(0, color=INK, linewidth=0.8)
     style: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1.1}
-    label = f"margin {frame.margin_words}"
+    label = f"margin {frame.margin_text}"
     if len({margin for _, margin, _ in places or ()}) < 2:
         line(frame.margin, **style, label=label)
         return

@@ -39,9 +39,9 @@ def verdicts_latex(comparison: Comparison) -> str:
         verdicts = comparison.verdicts_of(baseline.family)
         if not verdicts:
             continue
-        if baseline.family.words:
+        if baseline.family.text:
             lines += [r"\midrule"] if lines else []
-            setting = _row([baseline.family.words]).removesuffix(r" \\")
+            setting = _row([baseline.family.text]).removesuffix(r" \\")
             lines.append(rf"\multicolumn{{8}}{{l}}{{\emph{{{setting}}}}} \\")
         loss = "" if baseline.loss is None else nats(baseline.loss)
         lines.append(_row([baseline.label, loss, "", "", str(len(baseline.runs)), "", "", "baseline"]))
@@ -49,7 +49,7 @@ def verdicts_latex(comparison: Comparison) -> str:
     terms, first = comparison.terms, comparison.verdicts[0]
     comment = (
         f"% {first.name} and others at {short(first.parameters)} parameters, {short(first.tokens)} tokens: "
-        f"{terms.metric}, margin {terms.margin_words}, {100 * terms.confidence:g} % "
+        f"{terms.metric}, margin {terms.margin_text}, {100 * terms.confidence:g} % "
         f"{'repeated' if comparison.design else 'simultaneous'} intervals\n"
     )
     head = ["recipe", "loss", "gap", "interval", "pairs", "failed", "speed", "verdict"]
@@ -62,11 +62,11 @@ def sources_latex(comparison: Comparison) -> str:
     sources = sorted({source for found in gaps.values() for source in found})
     if not sources:
         return "% no source was scored by itself\n"
-    settings = any(family.words for family in comparison.families)
+    settings = any(family.text for family in comparison.families)
     lines = [
         _row([
             verdict.name,
-            *([verdict.family.words] if settings else []),
+            *([verdict.family.text] if settings else []),
             *(gap_text(gaps[id(verdict)][name]) if name in gaps[id(verdict)] else "" for name in sources),
         ])
         for verdict in comparison.verdicts

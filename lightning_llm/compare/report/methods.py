@@ -36,7 +36,7 @@ class Methods:
 
 def methods_of(study: Study) -> Methods:
     """Return the methods section of a comparison with these facts; references are in order of first citation."""
-    recipes = {name: sources_of(words) for name, words in study.recipe_sources.items()}
+    recipes = {name: sources_of(text) for name, text in study.recipe_sources.items()}
     paragraphs = {"Runs": runs_paragraph(study, {name: citation_of(found) for name, found in recipes.items()})}
     for passage in PASSAGES:
         if passage.applies(study):
@@ -50,11 +50,11 @@ def plain(text: str, references: Sequence[Reference]) -> str:
     """Return `text` with "(Dunnett 1955)" in place of each citation mark."""
     labels = {reference.key: reference.label for reference in references}
 
-    def words(found: re.Match[str]) -> str:
+    def cited(found: re.Match[str]) -> str:
         cited = (f"{labels[key]}{f', {place}' if place else ''}" for key, place in citations_in(found[0]))
         return f" ({'; '.join(cited)})"
 
-    return CITATION.sub(words, text)
+    return CITATION.sub(cited, text)
 
 
 def runs_paragraph(study: Study, citations: dict[str, str]) -> str:
@@ -92,10 +92,10 @@ def runs_paragraph(study: Study, citations: dict[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Passage:
-    """A passage of the methods section, included if `applies(study)`; `words` describes this condition in docs."""
+    """A passage of the methods section, included if `applies(study)`; `condition` describes this in docs."""
 
     heading: str
-    words: str
+    condition: str
     applies: Callable[[Study], bool]
     text: str
 
@@ -348,17 +348,17 @@ def _machines(study: Study) -> str:
 
 def _sizes(study: Study, key: str, unit: str) -> str:
     found = study.values(key)
-    words = [f"{each:g}" if isinstance(each, int | float) else str(each) for each in found]
-    return f"{listed(words)} {unit}".strip() if found else ""
+    values = [f"{each:g}" if isinstance(each, int | float) else str(each) for each in found]
+    return f"{listed(values)} {unit}".strip() if found else ""
 
 
 def _range(span: tuple[int, int]) -> str:
     return f"{span[0]}" if span[0] == span[1] else f"{span[0]} to {span[1]}"
 
 
-def listed(words: Sequence[str]) -> str:
-    """Return words as an enumeration: "a", "a and b", "a, b and c"."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+def listed(items: Sequence[str]) -> str:
+    """Return `items` as an enumeration: "a", "a and b", "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(items[:-1]), *items[-1:])))
 
 
 def spans(numbers: Sequence[int]) -> str:
@@ -369,5 +369,5 @@ def spans(numbers: Sequence[int]) -> str:
             parts[-1].append(number)
         else:
             parts.append([number])
-    words = [f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts]
-    return ", ".join(words)
+    ranges = [f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts]
+    return ", ".join(ranges)

@@ -28,7 +28,7 @@ class Frame:
     unit: str
     metric: str
     confidence: float
-    margin_words: str
+    margin_text: str
     looks: int = 0
 
     @property
@@ -138,10 +138,10 @@ def frame_of(comparison: Comparison, family: ComparisonGroup | None = None) -> F
     verdicts = comparison.verdicts_of(family) if family else comparison.verdicts
     terms = min((verdict.terms for verdict in verdicts), key=lambda each: each.margin)
     several = len({verdict.terms.margin for verdict in verdicts}) > 1
-    words = f"{100 * (terms.token_margin or 0):g} % of tokens" if several else terms.margin_words
+    margin = f"{100 * (terms.token_margin or 0):g} % of tokens" if several else terms.margin_text
     looks = len(comparison.design.looks) if comparison.design else 0
     baseline = comparison.factor.baseline_label
-    return Frame(baseline, terms.margin, terms.unit, terms.metric, terms.confidence, words, looks)
+    return Frame(baseline, terms.margin, terms.unit, terms.metric, terms.confidence, margin, looks)
 
 
 def forest_rows(comparison: Comparison) -> list[ForestRow]:
@@ -155,7 +155,7 @@ def _forest_row(verdict: Verdict) -> ForestRow:
     differences = judged.measured.differences
     return ForestRow(
         name=verdict.name,
-        setting=verdict.family.words,
+        setting=verdict.family.text,
         decision=verdict.colour,
         qualified=verdict.qualified,
         interval=interval_of(verdict),
@@ -179,7 +179,7 @@ def curve_panels(comparison: Comparison, family: ComparisonGroup) -> list[CurveP
     panels = [
         CurvePanel(
             verdict.name, verdict.colour, curve, tuple(_seed_lines(verdict)), verdict.floor.sd, verdict.terms.margin,
-            verdict.sequential.words if verdict.sequential else "",
+            verdict.sequential.text if verdict.sequential else "",
         )
         for verdict, curve in zip(verdicts, paired_curves(verdicts), strict=True)
     ]  # fmt: skip
@@ -310,25 +310,25 @@ def trends(comparison: Comparison) -> list[Trend]:
     found: list[Trend] = []
     for quantity in _quantities(verdicts, settings):
         rest = [name for name in _varying(settings.values()) if not quantity.owns(name)]
-        own = _panels(verdicts, quantity, _words(verdicts, rest))
+        own = _panels(verdicts, quantity, _constants(verdicts, rest))
         if not own:
             rest = [name for name in rest if not _follows(name, quantity.values, settings)]
-            own = _panels(verdicts, quantity, _words(verdicts, rest))
+            own = _panels(verdicts, quantity, _constants(verdicts, rest))
         if not own and quantity.key == PARAMETERS:
-            words = _words(verdicts, [name for name in rest if not name.startswith(TOKEN_KEYS)])
-            own = _panels(verdicts, quantity, {id(each): (*words[id(each)], _per_parameter(each)) for each in verdicts})
+            kept = _constants(verdicts, [name for name in rest if not name.startswith(TOKEN_KEYS)])
+            own = _panels(verdicts, quantity, {id(each): (*kept[id(each)], _per_parameter(each)) for each in verdicts})
         found += own
     return found
 
 
-def _panels(verdicts: Sequence[Verdict], quantity: Quantity, words: Mapping[int, tuple[str, ...]]) -> list[Trend]:
-    """Return a trend with at least two values of x for each of `words`, {id of a verdict: constants along a line}."""
+def _panels(verdicts: Sequence[Verdict], quantity: Quantity, constants: Mapping[int, tuple[str, ...]]) -> list[Trend]:
+    """Return a trend with at least two values of x for each of `constants`, {id of a verdict: values along a line}."""
     panels: dict[tuple[str, ...], dict[str, list[TrendPoint]]] = {}
     for verdict in verdicts:
         if id(verdict) in quantity.values:
             x = quantity.values[id(verdict)]
             point = TrendPoint(x, interval_of(verdict), verdict.colour, verdict.floor.sd, verdict.terms.margin)
-            panels.setdefault(words[id(verdict)], {}).setdefault(verdict.name, []).append(point)
+            panels.setdefault(constants[id(verdict)], {}).setdefault(verdict.name, []).append(point)
     made = [
         Trend(
             quantity.key,
@@ -341,7 +341,7 @@ def _panels(verdicts: Sequence[Verdict], quantity: Quantity, words: Mapping[int,
     return [trend for trend in made if len(trend.xs) > 1]
 
 
-def _words(verdicts: Sequence[Verdict], names: Sequence[str]) -> dict[int, tuple[str, ...]]:
+def _constants(verdicts: Sequence[Verdict], names: Sequence[str]) -> dict[int, tuple[str, ...]]:
     """Return {id of a verdict: values of the keys `names` as text}, with a model named by its size if that is
     unique."""
     plain = {id(each): tuple(f"{name}={each.family.setting.get(name)}" for name in names) for each in verdicts}

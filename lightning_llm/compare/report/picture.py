@@ -184,8 +184,8 @@ def _paint(axes: Any, panels: Sequence[Panel], columns: int, height: float, shar
         panel.picture.paint(inset)
         inset.set_title(panel.title, fontsize=SMALL, loc="left", pad=3)
         inset.tick_params(labelsize=SMALL)
-        for words in inset.texts:
-            words.set_fontsize(SMALL - 1)
+        for text in inset.texts:
+            text.set_fontsize(SMALL - 1)
         made.append(inset)
     _legend(axes, made)
     if shared:

@@ -56,11 +56,11 @@ def _over_settings(comparison: Comparison, families: Sequence[ComparisonGroup], 
 
     The panels of a picture share one scale.
     """
-    keys, titles = _titles([family.words for family in families])
+    keys, titles = _titles([family.text for family in families])
     kinds: dict[str, list[Panel]] = {}
     for title, family in zip(titles, families, strict=True):
         for picture in _of_family(comparison, family, frame_of(comparison, family), ""):
-            caption, alt = (words.replace(f" at {family.words}", "") for words in (picture.caption, picture.alt))
+            caption, alt = (text.replace(f" at {family.text}", "") for text in (picture.caption, picture.alt))
             kinds.setdefault(picture.name, []).append(Panel(title, replace(picture, caption=caption, alt=alt)))
     group = f"Along the run, by {keys}"
     for name in sorted(kinds, key=lambda name: ("curve", "loss", "speed").index(name.partition("-")[0])):
@@ -76,11 +76,11 @@ def _about(name: str, group: str, caption: str, height: float) -> Picture:
     return Picture(name, group, caption, "", lambda _: None, height=height)
 
 
-def _titles(words: Sequence[str]) -> tuple[str, list[str]]:
+def _titles(settings: Sequence[str]) -> tuple[str, list[str]]:
     """Return the keys of the settings, and each setting's values as a title."""
-    parts = [dict(part.partition("=")[::2] for part in each.split(", ")) for each in words]
-    if len({tuple(each) for each in parts}) > 1 or not all("=" in part for part in words[0].split(", ")):
-        return "setting", list(words)  # a value contains commas
+    parts = [dict(part.partition("=")[::2] for part in each.split(", ")) for each in settings]
+    if len({tuple(each) for each in parts}) > 1 or not all("=" in part for part in settings[0].split(", ")):
+        return "setting", list(settings)  # a value contains commas
     return ", ".join(parts[0]), [", ".join(each.values()) for each in parts]
 
 
@@ -145,7 +145,7 @@ def _trend(trend: Trend, frame: Frame, number: int) -> Picture:
 
 def _of_family(comparison: Comparison, family: ComparisonGroup, frame: Frame, suffix: str) -> Iterator[Picture]:
     """Yield the curves of differences, a picture per recipe, then the losses, and the gaps against speed."""
-    where = f" at {family.words}" if family.words else ""
+    where = f" at {family.text}" if family.text else ""
     panels = curve_panels(comparison, family)
     limits = draw.curve_limits(panels, frame)
     group = f"Differences along the run{where}"
@@ -174,11 +174,11 @@ def _of_family(comparison: Comparison, family: ComparisonGroup, frame: Frame, su
 
 def _course(panel: CurvePanel) -> str:
     curve = panel.curve
-    words = [f"seed {seed.seed} {seed.fate}" for seed in panel.seeds if seed.fate]
+    fates = [f"seed {seed.seed} {seed.fate}" for seed in panel.seeds if seed.fate]
     if curve.steps:
         end = Interval(curve.gap[-1], curve.low[-1], curve.high[-1])
-        words.insert(0, f"It is {_number(end)} at the last validation")
-    return f"{'; '.join(words)}." if words else ""
+        fates.insert(0, f"It is {_number(end)} at the last validation")
+    return f"{'; '.join(fates)}." if fates else ""
 
 
 def _number(interval: Interval) -> str:
@@ -190,5 +190,5 @@ def _number(interval: Interval) -> str:
     return f"{gap} {interval_text(interval.low, interval.high)}"
 
 
-def _file_name(words: str) -> str:
-    return "".join(letter if letter.isalnum() or letter == "_" else "-" for letter in words)
+def _file_name(text: str) -> str:
+    return "".join(letter if letter.isalnum() or letter == "_" else "-" for letter in text)

@@ -122,10 +122,10 @@ PLACE = re.compile(rf"{_PART} .*|\S*[=/_.]\S*[^\s.]", re.IGNORECASE)
 YEAR = re.compile(r"(?:, ?| ?\()((?:19|20)\d\d)\)?$")
 
 
-def sources_of(words: str) -> dict[Reference, str]:
+def sources_of(text: str) -> dict[Reference, str]:
     """Return {source: place in it} from a text such as "Transformer Engine DelayedScaling; Smith et al., arXiv 1.2"."""
     found: dict[str, tuple[Reference, list[str]]] = {}
-    for part in (" ".join(each.replace("[", "(").replace("]", ")").split()) for each in words.split(";")):
+    for part in (" ".join(each.replace("[", "(").replace("]", ")").split()) for each in text.split(";")):
         for source, place in _sources(part) if part else ():
             _, places = found.setdefault(source.key, (source, []))
             if place and place not in places:

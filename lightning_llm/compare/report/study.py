@@ -67,7 +67,7 @@ class Study:
     @property
     def settings(self) -> list[str]:
         """The settings that were judged separately, as text; [] if there is only one."""
-        return [family.words for family in self.families if family.words]
+        return [family.text for family in self.families if family.text]
 
     @property
     def seeds(self) -> list[int]:
@@ -234,10 +234,10 @@ def _called(config: Mapping[str, Any]) -> str | None:
         for key, value in file.items()
         if key not in NOT_SHAPE and f"{GROUP}.{key}" in config and config[f"{GROUP}.{key}"] != value
     }
-    words = [f"{key}={_word(value)}" for key, value in list(changed.items())[:MOST_KEYS]]
-    if more := len(changed) - len(words):
-        words.append(f"{more} more")
-    return f"{name} with {', '.join(words)}" if words else str(name)
+    parts = [f"{key}={_word(value)}" for key, value in list(changed.items())[:MOST_KEYS]]
+    if more := len(changed) - len(parts):
+        parts.append(f"{more} more")
+    return f"{name} with {', '.join(parts)}" if parts else str(name)
 
 
 def _word(value: Any) -> str:

@@ -95,7 +95,7 @@ def verdicts_csv(comparison: Comparison) -> str:
     rows: list[dict[str, Any]] = []
     for baseline in comparison.baselines:
         rows.append(
-            {"recipe": baseline.label, "setting": baseline.family.words, "verdict": "baseline", "loss": baseline.loss,
+            {"recipe": baseline.label, "setting": baseline.family.text, "verdict": "baseline", "loss": baseline.loss,
              "tokens_per_second": baseline.tokens_per_second, "peak_memory_bytes": baseline.peak_memory_bytes}
         )  # fmt: skip
         rows += [_figures(verdict, sources[id(verdict)]) for verdict in comparison.verdicts_of(baseline.family)]
@@ -107,10 +107,10 @@ def _figures(verdict: Verdict, sources: Mapping[str, SourceGap]) -> dict[str, An
     covered = verdict.coverage
     return {
         "recipe": verdict.name,
-        "setting": verdict.family.words,
+        "setting": verdict.family.text,
         "verdict": verdict.decision,
         "controlled": verdict.controlled,
-        "holds_for": verdict.switch.words if verdict.switch else "",
+        "holds_for": verdict.switch.text if verdict.switch else "",
         "parameters": verdict.parameters,
         "tokens": verdict.tokens,
         "margin": verdict.terms.margin,
@@ -160,7 +160,7 @@ def curves_csv(comparison: Comparison) -> str:
                 curve.steps, curve.tokens, curve.gap, curve.low, curve.high, strict=True
             ):
                 rows.append(
-                    {"recipe": verdict.name, "setting": family.words, "step": step, "tokens": tokens,
+                    {"recipe": verdict.name, "setting": family.text, "step": step, "tokens": tokens,
                      "gap": gap, "ci_low": low, "ci_high": high, "pairs": curve.pairs,
                      "confidence": curve.confidence}
                 )  # fmt: skip

@@ -145,7 +145,7 @@ def page(
         cost=COST,
         long=LONG,
         settings=[
-            (baseline.family.words, baseline_row(baseline), [verdict_row(each) for each in verdicts])
+            (baseline.family.text, baseline_row(baseline), [verdict_row(each) for each in verdicts])
             for baseline in comparison.baselines
             if (verdicts := comparison.verdicts_of(baseline.family))
         ],
@@ -208,7 +208,7 @@ def headlines(comparison: Comparison) -> list[Headline]:
         first = verdicts[0]
         ordered = sorted(groups, key=lambda group: (ORDER.index(group[0]), group[0] != group[1]))
         recipes = tuple((*group, tuple(groups[group])) for group in ordered)
-        found.append(Headline(family.words, first.scale, recipes))
+        found.append(Headline(family.text, first.scale, recipes))
     return found
 
 

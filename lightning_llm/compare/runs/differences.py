@@ -202,7 +202,7 @@ class Switch:
     seeds: int
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The scope of the verdict as text: "holds for late switching only: from step 200 of 400, ..."."""
         steps, last = (" or ".join(map(str, each)) for each in (self.steps, self.max_steps))
         if self.trunks > 1:
@@ -218,7 +218,7 @@ class Switch:
             "max_steps": list(self.max_steps),
             "trunks": self.trunks,
             "seeds": self.seeds,
-            "holds_for": self.words,
+            "holds_for": self.text,
         }
 
 

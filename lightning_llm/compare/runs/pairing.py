@@ -44,14 +44,14 @@ class Pair:
 class ComparisonGroup:
     """Recipes in one setting, which are judged together against the same baseline runs.
 
-    `setting`: {key that varies besides the factor: value here}; `words`: the same as text; `survived_at`: keys of which
+    `setting`: {key that varies besides the factor: value here}; `text`: the same as text; `survived_at`: keys of which
     a search kept only one value, as text. `recipes`: {label: pairs, one per seed}; `missing`: {label: seeds at which
     only the baseline's run finished}; `unfinished`: {label, also of the baseline: unfinished runs at seeds without a
     finished one}; `aa_groups`: groups of runs of one recipe and seed that differ only in rounding.
     """
 
     setting: dict[str, Any]
-    words: str = ""
+    text: str = ""
     survived_at: str = ""
     recipes: dict[str, list[Pair]] = field(default_factory=dict)
     missing: dict[str, list[int]] = field(default_factory=dict)
@@ -125,19 +125,19 @@ def _order(family: ComparisonGroup) -> tuple[int, int, list[tuple[bool, float, s
 
 
 def name_settings(families: Sequence[ComparisonGroup]) -> None:
-    """Set `words`, the setting as text, of each group: GROUP=NAME if names are unique, else KEY=VALUE of each key."""
+    """Set `text`, the setting as text, of each group: GROUP=NAME if names are unique, else KEY=VALUE of each key."""
     groups: dict[str, list[str]] = {}
     for key in sorted({key for family in families for key in family.setting}):
         groups.setdefault(key.partition(".")[0], []).append(key)
-    words: list[list[str]] = [[] for _ in families]
+    parts: list[list[str]] = [[] for _ in families]
     for group, keys in groups.items():
         values = [tuple(str(family.setting.get(key)) for key in keys) for family in families]
         names = [str(family.judged.config.get(f"{group}.name") or "") for family in families]
         named = len({*values}) == len({*names}) == len({*zip(values, names, strict=True)}) > 1
-        for family, name, found in zip(families, names, words, strict=True):
+        for family, name, found in zip(families, names, parts, strict=True):
             found += [f"{group}={name}"] if named else [f"{key}={family.setting.get(key)}" for key in keys]
-    for family, found in zip(families, words, strict=True):
-        family.words = ", ".join(found)
+    for family, found in zip(families, parts, strict=True):
+        family.text = ", ".join(found)
 
 
 def same_but_for_rounding(runs: Sequence[Run], metric: str) -> list[list[Run]]:

@@ -101,7 +101,7 @@ def lost_jobs(
     """Return (jobs of `sweeps` that have no run in `runs`, as runs without a step; problems of unreadable sweep files).
 
     The config of a lost job is copied from a run of the sweep that only differs in the seed, the parent run, or in
-    numbers of its overrides. Without such a run, only the job's overrides are known (`Run.words`).
+    numbers of its overrides. Without such a run, only the job's overrides are known (`Run.overrides`).
 
     Args:
         sweeps: folders of sweeps that are compared as a whole.
@@ -162,11 +162,11 @@ class _Known:
 
     def __init__(self, jobs: Sequence[tuple[Described, Run]]):
         self.by_kind: dict[str, Run] = {}
-        self.by_words: dict[frozenset[str], Run] = {}
+        self.by_overrides: dict[frozenset[str], Run] = {}
         self.branches: dict[str, dict[str, Any]] = {}
         for job, run in jobs:
             self.by_kind.setdefault(_kind_and_seed(job)[0], run)
-            self.by_words.setdefault(_without_numbers(job["words"]), run)
+            self.by_overrides.setdefault(_without_numbers(job["words"]), run)
             if trunk := run.config.get("branch_from"):
                 self.branches.setdefault(trunk, run.branch)
 
@@ -183,27 +183,27 @@ def _lost(folder: Path, job: Described, known: _Known, damage: Mapping[Path, str
         if branch := known.branches.get(str(trunk)):
             summary["branch"] = branch
         return Run(folder, {**sibling.config, **own, "branch_from": trunk}, summary, typed=sibling.typed)
-    if config := _config_by_words(job["words"], known):
+    if config := _config_by_overrides(job["words"], known):
         return Run(folder, config | own, summary)
-    return Run(folder, own, summary, words=tuple(job["words"]))
+    return Run(folder, own, summary, overrides=tuple(job["words"]))
 
 
-def _config_by_words(words: Sequence[str], known: _Known) -> dict[str, Any]:
+def _config_by_overrides(overrides: Sequence[str], known: _Known) -> dict[str, Any]:
     """Return the config of a run with the same overrides except for numbers, with these numbers; {} without such a run.
 
     A number gets the type of the run's value: 1 becomes 1.0 if that is a float. An override of a group
     (precision=mxfp8) stands for many keys, and one such as step_law for a number that is not known here.
     """
-    run = known.by_words.get(_without_numbers(words))
-    numbers = dict(filter(None, map(_number, words)))
+    run = known.by_overrides.get(_without_numbers(overrides))
+    numbers = dict(filter(None, map(_number, overrides)))
     if run is None or not all(type(run.config.get(key)) in (float, type(n)) for key, n in numbers.items()):
         return {}
     return {**run.config, **{key: type(run.config[key])(n) for key, n in numbers.items()}}
 
 
-def _without_numbers(words: Iterable[str]) -> frozenset[str]:
+def _without_numbers(overrides: Iterable[str]) -> frozenset[str]:
     """Return the overrides, reduced to the key if they set a single key to a number."""
-    return frozenset(found[0] if (found := _number(word)) else word for word in words)
+    return frozenset(found[0] if (found := _number(word)) else word for word in overrides)
 
 
 def _number(word: str) -> tuple[str, int | float] | None:

@@ -127,9 +127,9 @@ def survived_at(runs: Sequence[Run]) -> str:
             keys |= dict.fromkeys(read_sweep_file(folder).get("axes", {}))
     shared = {key: {str(run.config.get(key)) for run in runs} for key in keys if key != "seed"}
     return ", ".join(
-        f"{key}={words.pop()}"
-        for key, words in shared.items()
-        if len(words) == 1 and all(key in run.config for run in runs)
+        f"{key}={values.pop()}"
+        for key, values in shared.items()
+        if len(values) == 1 and all(key in run.config for run in runs)
     )
 
 
@@ -227,7 +227,7 @@ def levels_without_a_run(unfinished: Sequence[Run], usable: Sequence[Run], facto
     values = [_value(run, factor) for run in usable]
     seeds: dict[str, set[int]] = {}
     for run in unfinished:
-        name = _new_in_words(run, factor, values) if run.words else _new(run, factor, seen, values)
+        name = _new_in_overrides(run, factor, values) if run.overrides else _new(run, factor, seen, values)
         if name:
             seeds.setdefault(name, set()).add(run.seed)
     text = "has no verdict: none of its runs is finished (seed{} {})."
@@ -250,16 +250,16 @@ def _new(run: Run, factor: Factor, seen: Collection[Level], names: Collection[An
     return str(name) if name and name not in names else factor.in_words(run)
 
 
-def _new_in_words(run: Run, factor: Factor, values: Sequence[Any]) -> str:
+def _new_in_overrides(run: Run, factor: Factor, values: Sequence[Any]) -> str:
     """Return the level in a job's overrides; "" if they have none, or one of `values`.
 
     An override such as step_law may stand for any number.
     """
-    words = [word.lstrip("+") for word in run.words if word.lstrip("+").startswith(f"{factor.name}=")]
-    value = parsed(words[-1].partition("=")[2]) if words else None
-    if not words or any(same_value(value, each) for each in values):
+    overrides = [word.lstrip("+") for word in run.overrides if word.lstrip("+").startswith(f"{factor.name}=")]
+    value = parsed(overrides[-1].partition("=")[2]) if overrides else None
+    if not overrides or any(same_value(value, each) for each in values):
         return ""
     if "." not in factor.name:
         return str(value)
     is_law = isinstance(value, str) and not any(isinstance(each, str) for each in values)
-    return "" if is_law else words[-1]
+    return "" if is_law else overrides[-1]

@@ -74,7 +74,7 @@ def all_pairs(verdicts: Sequence[Verdict], damaged: bool = False) -> list[PairGa
     verdicts = [each for each in verdicts if each.judged.measured.unlearned is None]
     if not verdicts:
         return []
-    terms, words = verdicts[0].terms, verdicts[0].family.words
+    terms, setting = verdicts[0].terms, verdicts[0].family.text
     baseline = verdicts[0].factor.baseline_label
     kept = {
         verdict.name: [p for p in verdict.sound_pairs if p.run.seed not in verdict.judged.estimate.outlier_seeds]
@@ -97,7 +97,7 @@ def all_pairs(verdicts: Sequence[Verdict], damaged: bool = False) -> list[PairGa
         found.append(
             PairGap(
                 one, other, float(gap[place]), float(low[place]), float(high[place]), int(pairs[place]),
-                controlled[one] and controlled[other], words, terms.margin, damaged,
+                controlled[one] and controlled[other], setting, terms.margin, damaged,
             )
         )  # fmt: skip
     return found

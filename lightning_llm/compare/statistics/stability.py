@@ -231,7 +231,7 @@ class Spikes:
         return "as calm" if bound <= STABILITY_MARGIN and self.total[0] <= self.total[1] else "open"
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The counts and the verdict as text: "3 spikes, the baseline 0"; "" without any spikes."""
         ours, theirs = self.total
         if not ours + theirs:
