@@ -18,6 +18,14 @@ from torch import Tensor
 from lightning_llm.precision.linear.module import QuantizedLinear, quantized_layers
 from lightning_llm.precision.linear.plan import SLOT_NAMES, CastRecord, Shard
 from lightning_llm.precision.linear.statistics import HIGHEST, LOWEST, SUMS, cast_sums, figures
+from lightning_llm.precision.outliers import (
+    TITLE,
+    ChannelAmaxes,
+    Outliers,
+    draw_outliers,
+    outlier_metrics,
+    outlier_rows,
+)
 from lightning_llm.tracking.files import cut_back
 from lightning_llm.train.nan_origin import find_origin
 from lightning_llm.train.spikes import NonFiniteError
@@ -35,7 +43,8 @@ TABLE_COLUMNS = (
     ("changed %", "scales_changed_percent", "{:.3g}"),
     ("NaN/Inf", "non_finite", "{:.0f}"),
 )
-HEALTH_FILE, TABLE_FILE = "health.jsonl", "health.txt"
+HEALTH_FILE, TABLE_FILE, PICTURE_FILE = "health.jsonl", "health.txt", "outliers.svg"
+OUTLIER_COLUMNS = ("max_over_median", "p99_over_median", "channel", "channels")
 COLUMNS = (
     "underflow_percent",
     "saturation_percent",
@@ -116,8 +125,10 @@ class QuantisationHealth(pl.Callback):
 
     - `health/<slot>/<statistic>` in the step's record (and so in MLflow), or logged: all layers together, plus
       `sqnr_db_worst`, the lowest of one layer. `precision.linear.statistics` defines the statistics.
+    - `health/<operand>/max_over_median`, and `../<block>`: the largest of all layers, and of those of a block: outlier
+      channels of x, w and dy before the cast, over all tokens of the step (`precision.outliers`).
     - `health.jsonl`: a line per observed step with every module and slot; MLflow gets it as an artifact at the end.
-    - `health.txt`, shown at the end: the `worst` tensors of the last observed step.
+    - `health.txt`, shown at the end, and `outliers.svg`: the `worst` tensors and outliers of the last observed step.
     - A warning names the first cast with NaN or Inf as input. If training ends because of a non-finite loss or
       gradient, the step is run again to find the module and slot in which it began.
 
@@ -131,6 +142,7 @@ class QuantisationHealth(pl.Callback):
         self.worst = worst
         self._run: _OwnRun | _AnyRun | None = None
         self._sums = self._ranges = torch.zeros(0)
+        self._amaxes = ChannelAmaxes([], torch.device("cpu"))
         self._scales: dict[tuple[int, str], Tensor] = {}
         self._compared: set[tuple[int, str]] = set()
         self._anywhere = self._warned = False
@@ -138,6 +150,7 @@ class QuantisationHealth(pl.Callback):
         """The step in which casts are observed, 0 for none."""
         self._batch: Any = None
         self._tensors: Tensors = {}
+        self._outliers: Outliers = {}
         self._step = 0
 
     @property
@@ -167,6 +180,7 @@ class QuantisationHealth(pl.Callback):
         shape, device = (len(layers), len(SLOT_NAMES)), trainer.strategy.root_device
         self._sums = torch.zeros(*shape, len(SUMS), dtype=torch.float64, device=device)
         self._ranges = torch.tensor([math.inf, -math.inf], dtype=torch.float64, device=device).repeat(*shape, 1)
+        self._amaxes = ChannelAmaxes(layers, device)
         self._compared = set()
         self._observed_step = step
         for index, layer in enumerate(layers):
@@ -174,6 +188,7 @@ class QuantisationHealth(pl.Callback):
 
     @torch.no_grad()
     def _see(self, layer: int, seen: CastRecord) -> None:
+        self._amaxes.add(layer, seen)
         if not self._layers[layer].plan.shards.get(seen.slot.rpartition(".")[2], Shard()).counts:
             return
         slot = SLOT_NAMES.index(seen.slot)
@@ -196,6 +211,7 @@ class QuantisationHealth(pl.Callback):
             return
         self._stop_observing()
         names, sums, lowest, highest = self._of_all_ranks(run)
+        self._outliers = self._outliers_of_all_ranks(run)
         self._step = run.completed_steps
         self._tensors = {
             (name, slot): _figures(sums[i, s], lowest[i, s], highest[i, s])
@@ -203,7 +219,8 @@ class QuantisationHealth(pl.Callback):
             for s, slot in enumerate(SLOT_NAMES)
             if sums[i, s, 0] or sums[i, s, SUMS.index("non_finite")]
         }
-        run.log(self._by_slot(sums, lowest, highest))
+        of_operands = {f"health/{name}": value for name, value in outlier_metrics(self._outliers).items()}
+        run.log(self._by_slot(sums, lowest, highest) | of_operands)
         if trainer.is_global_zero:
             self._append(run.folder / HEALTH_FILE)
             self._warn()
@@ -218,6 +235,11 @@ class QuantisationHealth(pl.Callback):
         order = sorted(range(len(names)), key=lambda i: _block_of(names[i]))  # a rank's stages may not be adjacent
         sums, lowest, highest = (torch.cat([part[i] for part in parts])[order] for i in (1, 2, 3))
         return [names[i] for i in order], sums, lowest, highest
+
+    def _outliers_of_all_ranks(self, run: _OwnRun | _AnyRun) -> Outliers:
+        amaxes = run.reduce(self._amaxes.values, dist.ReduceOp.MAX).cpu()
+        found = {name: its for part in run.gather(self._amaxes.figures(amaxes)) for name, its in part.items()}
+        return dict(sorted(found.items(), key=lambda item: _block_of(item[0])))
 
     def _by_slot(self, sums: Tensor, lowest: Tensor, highest: Tensor) -> dict[str, float]:
         record: dict[str, float] = {}
@@ -234,7 +256,10 @@ class QuantisationHealth(pl.Callback):
 
     def _append(self, file: Path) -> None:
         rows = [[*key, *(_short(made.get(name)) for name in COLUMNS)] for key, made in self._tensors.items()]
-        line = {"step": self._step, "columns": ["module", "slot", *COLUMNS], "rows": rows}
+        line: dict[str, Any] = {"step": self._step, "columns": ["module", "slot", *COLUMNS], "rows": rows}
+        found = [(name, operand, made) for name, its in self._outliers.items() for operand, made in its.items()]
+        rows = [[name, operand, *(_short(made[column]) for column in OUTLIER_COLUMNS)] for name, operand, made in found]
+        line["outliers"] = {"columns": ["module", "operand", *OUTLIER_COLUMNS], "rows": rows}
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n")
@@ -261,9 +286,19 @@ class QuantisationHealth(pl.Callback):
 
     def _write_table(self) -> str:
         text = health_table(self._tensors, self._step, self.worst)
+        if any(self._outliers.values()):
+            text += "\n\n" + "\n".join([TITLE, *aligned(outlier_rows(self._outliers, self.worst))])
         if self._run is not None:
             (self._run.folder / TABLE_FILE).write_text(text + "\n", encoding="utf-8")
+            self._draw(self._run.folder / PICTURE_FILE)
         return text
+
+    def _draw(self, file: Path) -> None:
+        # A picture that fails (no space, no fonts) must not hide how the run itself ended.
+        try:
+            draw_outliers(self._outliers, file)
+        except Exception as error:
+            log.warning("%s was not drawn: %s: %s", file.name, type(error).__name__, error)
 
     def _stop_observing(self) -> None:
         self._observed_step = 0
@@ -282,6 +317,8 @@ def _figures(sums: Tensor, lowest: Tensor, highest: Tensor) -> dict[str, float]:
 
 
 def _short(value: float | None) -> float | None:
+    if isinstance(value, int):
+        return value
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 

@@ -31,10 +31,11 @@ from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.model.weights.load import whole_decoder
 from lightning_llm.plan.check import check_config
 from lightning_llm.precision.linear.swap import sum_in_fp32, swap_linears
+from lightning_llm.precision.outliers import draw_outliers
 from lightning_llm.probe.figures import channel_outliers
 from lightning_llm.probe.measure import measure
 from lightning_llm.probe.passes import Pass, Passes
-from lightning_llm.probe.report import as_json, draw, draw_outliers, ranking, render, write_recipes
+from lightning_llm.probe.report import as_json, draw, ranking, render, write_recipes
 from lightning_llm.run.subject import Subject, delayed_state, device_of, find_subject, read_weights
 
 

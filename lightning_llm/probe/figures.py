@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_llm.precision.outliers import ChannelFigures
 from lightning_llm.probe.passes import Passes
 
 
@@ -119,34 +120,6 @@ def figures(sums: Sums) -> dict[str, float]:
     product = math.sqrt(sum(pair**2 for pair in sums.pairs) / len(sums.pairs)) / reference
     floor = 2 * product * math.sqrt(2 / (keys * (keys - 1)))
     return {**made, "variance": spread, "bias": math.sqrt(max(0.0, squared)), "bias_floor": math.sqrt(floor)}
-
-
-@dataclass(frozen=True)
-class ChannelFigures:
-    """Differences between the channels of an operand: largest amax, and 99th percentile, over the median amax.
-
-    A channel is a feature: a column of X [M, K], of W [N, K] or of dY [M, N]. Its amax is the largest magnitude over
-    all rows. The median is that of the amaxes above 0. Under one scale per tensor the largest channel sets the scale,
-    so the median channel loses log2(max / median) powers of two of the format's range (as in Dettmers et al. 2022,
-    arXiv 2208.07339, section 3, of activations).
-    """
-
-    max_over_median: float
-    p99_over_median: float
-    channel: int
-    """Index of the channel with the largest amax."""
-    channels: int
-
-    @classmethod
-    def of(cls, operand: Tensor) -> "ChannelFigures | None":
-        """Return the figures of `operand` [rows, channels]; None if it is zero or not finite."""
-        amax = operand.detach().double().abs().amax(dim=0)
-        used = amax[amax > 0]
-        if not len(used) or not bool(torch.isfinite(amax).all()):
-            return None
-        median = used.median()
-        quantile = torch.quantile(used, 0.99)
-        return cls(float(amax.max() / median), float(quantile / median), int(amax.argmax()), len(amax))
 
 
 def channel_outliers(model: Passes) -> dict[str, dict[str, dict[str, Any]]]:

@@ -1,7 +1,7 @@
 """The probe's report: a table for a terminal, a picture, and recipes to train with."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,11 @@ import yaml
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.precision.linear.plan import SLOT_NAMES
 from lightning_llm.precision.module_rules import without_idle_rules
+from lightning_llm.precision.outliers import TITLE, outlier_rows
 from lightning_llm.probe.measure import COLUMNS, END_TO_END, PRODUCTS, as_yaml_values, only_slot, worst
 
 WORST_ROWS = 10
 LAYERS_SHOWN = 12
-OPERANDS = {"x": "activations X", "w": "weights W", "dy": "gradients dY"}
 
 
 def render(facts: Mapping[str, Any]) -> str:
@@ -31,8 +31,7 @@ def render(facts: Mapping[str, Any]) -> str:
     for name, its in facts["recipes"].items():
         lines += ["", *recipe_lines(name, its)]
     if "outliers" in facts:
-        lines += ["", "outliers, the largest amax of a channel over the median of all channels"]
-        lines += _indented(_aligned(outlier_rows(facts["outliers"], WORST_ROWS), left=2))
+        lines += ["", TITLE, *_indented(_aligned(outlier_rows(facts["outliers"], WORST_ROWS), left=2))]
     if len(facts["recipes"]) > 1:
         lines += ["", *ranking_lines(facts)]
     lines += [f"not probed {name}: {reason}" for name, reason in facts["skipped"].items()]
@@ -183,51 +182,6 @@ def draw(name: str, its: Mapping[str, Any], path: Path) -> None:
             axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=6, color=colour)
     figure.colorbar(image, ax=axes, shrink=0.6)
     figure.savefig(path, dpi=120, format="png")
-
-
-def _largest(layers: Mapping[str, Mapping[str, Mapping[str, Any]]], count: int) -> list[tuple[str, str]]:
-    """Return the `count` pairs (layer, operand) with the largest ratio of maximum to median, largest first."""
-    ranked = [(-its["max_over_median"], layer, key) for layer, each in layers.items() for key, its in each.items()]
-    return [(layer, key) for _, layer, key in sorted(ranked)[:count]]
-
-
-def outlier_rows(layers: Mapping[str, Mapping[str, Mapping[str, Any]]], count: int) -> list[list[str]]:
-    """Return the rows of a table of the `count` largest outliers as text; the first row has the column names."""
-    rows = [["layer", "operand", "max/median", "99 %/median", "channel"]]
-    for layer, key in _largest(layers, count):
-        its = layers[layer][key]
-        where = f"{its['channel']} of {its['channels']}"
-        rows.append([layer, key, f"{its['max_over_median']:.1f}", f"{its['p99_over_median']:.1f}", where])
-    return rows
-
-
-def draw_outliers(layers: Mapping[str, Mapping[str, Mapping[str, Any]]], path: Path) -> None:
-    """Draw the outliers as an SVG at `path`: a panel per operand, a row per layer; maximum and 99th percentile."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG  # not pyplot: it keeps global state
-    from matplotlib.figure import Figure
-
-    names = list(layers)
-    figure = Figure(figsize=(12, max(2.5, 0.22 * len(names) + 1.2)), layout="constrained")
-    FigureCanvasSVG(figure)
-    axes: Sequence[Any] = figure.subplots(1, len(OPERANDS), sharey=True, squeeze=False)[0]
-    for axis, key in zip(axes, OPERANDS, strict=True):
-        rows = [(row, layers[name][key]) for row, name in enumerate(names) if key in layers[name]]
-        _draw_panel(axis, rows)
-        axis.set_title(OPERANDS[key], fontsize=9)
-        axis.set_xlabel("amax of a channel / median", fontsize=8)
-    axes[0].set_yticks(range(len(names)), names, fontsize=6)
-    axes[0].invert_yaxis()
-    axes[-1].legend(fontsize=7)
-    figure.savefig(path, format="svg")
-
-
-def _draw_panel(axis: Any, rows: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
-    places, found = zip(*rows, strict=True) if rows else ((), ())
-    axis.set_xscale("log", base=2)
-    axis.axvline(1, color="0.6", linewidth=0.8)
-    axis.plot([its["p99_over_median"] for its in found], places, "|", color="C0", label="99th percentile")
-    axis.plot([its["max_over_median"] for its in found], places, "o", color="C3", markersize=3.5, label="largest")
-    axis.grid(axis="x", linewidth=0.3)
 
 
 def write_recipes(recipe: PrecisionConfig, its: Mapping[str, Any], num_layers: int, folder: Path) -> None:

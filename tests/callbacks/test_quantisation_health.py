@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 
@@ -43,6 +44,66 @@ def rows(folder):
         names = record["columns"][2:]
         found[record["step"]] = {(row[0], row[1]): dict(zip(names, row[2:], strict=True)) for row in record["rows"]}
     return found
+
+
+def outliers(folder):
+    """Return the outliers of health.jsonl as {step: {(module, operand): figures}}."""
+    found = {}
+    for line in (folder / "health.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        names = record["outliers"]["columns"][2:]
+        its = record["outliers"]["rows"]
+        found[record["step"]] = {(row[0], row[1]): dict(zip(names, row[2:], strict=True)) for row in its}
+    return found
+
+
+def test_outlier_channels_are_those_of_numpy(small_run, tmp_path, capsys):
+    """Figures of x, w and dy of one layer, also of an operand that a later slot casts, from the tensors themselves."""
+    layers = {BAD: [], "layers.0.attention.k_proj": []}
+
+    def catch(model):
+        model.get_submodule(BAD).weight[3, 5] = 50.0
+        for name, kept in layers.items():
+            layer = model.get_submodule(name)
+            kept.append(layer.weight.detach().to(torch.bfloat16).float().numpy().copy())
+
+            def look(module, inputs, output, kept=kept):
+                kept.append(inputs[0].detach().float().numpy().reshape(-1, module.in_features))
+                if output.requires_grad:
+                    width = module.out_features
+                    output.register_hook(lambda dy: kept.append(dy.float().numpy().reshape(-1, width)))
+
+            layer.register_forward_hook(look)
+
+    words = "precision.fprop.x.format=high", "trainer.max_steps=1", "schedule.warmup_steps=0"
+    modules = [f"precision.modules.{end}_blocks_high_precision=0" for end in ("first", "last")]
+    config = config_of(small_run, tmp_path, "fp8_current", *words, *modules)
+    run_with(config, Plant(catch), QuantisationHealth(every_steps=2))
+    found, metrics = outliers(tmp_path / "run")[1], read_metrics(tmp_path / "run")[0]
+    micro_batches = config.data.global_batch_size // config.data.micro_batch_size
+    for name, (w, *passes) in layers.items():
+        passes = passes[: 2 * micro_batches]
+        xs, dys = passes[0::2], passes[1::2]
+        for operand, matrix in (("x", np.concatenate(xs)), ("w", w), ("dy", np.concatenate(dys))):
+            amax = np.abs(matrix).max(axis=0).astype(float)
+            used = np.sort(amax[amax > 0])
+            median = used[(len(used) - 1) // 2]
+            expected = {
+                "max_over_median": amax.max() / median,
+                "p99_over_median": np.quantile(used, 0.99) / median,
+                "channel": amax.argmax(),
+                "channels": len(amax),
+            }
+            assert found[name, operand] == pytest.approx(expected, rel=1e-5), (name, operand)
+    assert found[BAD, "w"]["channel"] == 5
+    assert metrics["health/w/max_over_median/layers.1"] == pytest.approx(found[BAD, "w"]["max_over_median"], rel=1e-5)
+    for operand in ("x", "w", "dy"):
+        largest = max(its["max_over_median"] for (_, role), its in found.items() if role == operand)
+        assert metrics[f"health/{operand}/max_over_median"] == pytest.approx(largest, rel=1e-5)
+    table = (tmp_path / "run/health.txt").read_text()
+    assert table.strip() in capsys.readouterr().out
+    assert [BAD, "w"] in [line.split()[:2] for line in table.split("outliers, the largest amax")[1].splitlines()]
+    assert (tmp_path / "run/outliers.svg").read_text().count('<g id="axes_') == 3
 
 
 @pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.full), ("parallel.activation_checkpoint=full",)])

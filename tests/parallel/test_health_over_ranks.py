@@ -62,6 +62,8 @@ def test_two_ranks_measure_the_same_as_one(layout, measured):
             assert [each is None for each in row] == [each is None for each in expected]
             measured = [each for each in expected[2:] if each is not None]
             assert [each for each in row[2:] if each is not None] == pytest.approx(measured, rel=1e-5, abs=1e-12)
+        assert one["outliers"]["rows"] == other["outliers"]["rows"]
+        assert len(one["outliers"]["rows"]) == 14 * 3
     for one, other in zip(ours[1], alone[1], strict=True):
         assert one == pytest.approx(other, rel=1e-9)
 
@@ -74,7 +76,8 @@ def test_replicated_parameters_are_counted_once(layout, measured):
     moves by 12 %. The one query that sees one key has a gradient of 0 alone, and of some 1e-10 under cp's mask.
     """
     words = ["model.num_kv_heads=2", "data.sequence_length=64", "precision.compute_dtype=fp32", "trainer.max_steps=1"]
-    (_, (ours, *_), elements), (_, (alone, *_), expected) = measured(layout, 2, *words), measured("single", 1, *words)
+    ((line,), (ours, *_), elements) = measured(layout, 2, *words)
+    ((line_alone,), (alone, *_), expected) = measured("single", 1, *words)
     assert elements == expected
     kinds = ("underflow_percent", "saturation_percent", "sqnr_db")
     figures = {name: value for name, value in alone.items() if name.endswith(kinds)}
@@ -82,6 +85,9 @@ def test_replicated_parameters_are_counted_once(layout, measured):
         del figures["health/dgrad.dy/underflow_percent"]
     assert len(figures) >= 3 * 6 - 1
     assert {name: ours[name] for name in figures} == pytest.approx(figures, rel=5e-3)
+    for row, single in zip(line["outliers"]["rows"], line_alone["outliers"]["rows"], strict=True):
+        assert (row[:2], row[4:]) == (single[:2], single[4:])  # module, operand; largest channel, their number
+        assert row[2:4] == pytest.approx(single[2:4], rel=5e-3)
 
 
 def failing_run(config: Any) -> str:

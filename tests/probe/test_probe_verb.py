@@ -12,7 +12,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.from_file import load_config
 from lightning_llm.model.interop.families import model_config_of
-from lightning_llm.probe.figures import ChannelFigures
+from lightning_llm.precision.outliers import ChannelFigures
 from lightning_llm.run.subject import find_subject, read_weights
 from tests.model.huggingface_states import huggingface_config, to_huggingface
 

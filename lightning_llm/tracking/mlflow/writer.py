@@ -90,7 +90,7 @@ FIRST_METRICS = {"loss", "val_loss"}
 """Metrics to log first, since MLflow's comparison page opens with the first one."""
 NOT_METRICS = {"step", "time", "timing_warmup"}
 FIRST_ARTIFACTS = ("config.yaml",)
-LAST_ARTIFACTS = ("loss.png", "summary.json", "sample.txt", "health.txt", "health.jsonl", "events")
+LAST_ARTIFACTS = ("loss.png", "summary.json", "sample.txt", "health.txt", "health.jsonl", "outliers.svg", "events")
 METRICS_PER_BATCH = 1000
 LONGEST_PAUSE_SECONDS = 60.0
 DIED = {"status": "stopped", "detail": "the training process ended without recording a status", "figures": {}}
