@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_llm.linalg import local
 from lightning_llm.linalg.grouped import GroupedLinear, Groups
-from lightning_llm.linalg.tensors import local
 from lightning_llm.precision.linear.grouped import QuantizedGroupedLinear
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.native.express import MULTIPLES, NativeRecipe, express, why_one_by_one
