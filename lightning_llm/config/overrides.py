@@ -132,6 +132,8 @@ def _no_override(word: str, error: HydraException) -> str:
     groups = [group for group in group_names() if word in option_files(group)]
     if groups:
         return f"is not an override. Did you mean {' or '.join(f'{group}={word}' for group in groups)}?"
+    if word in group_names():
+        return f"is a config group and needs a value. `lightning-llm config --group {word}` lists them: {word}=NAME."
     if odd := _look_alikes(key):
         return f"is not an override: it has {odd}. Keys have ASCII letters, options begin with '-'."
     why = str(error).splitlines()[0]

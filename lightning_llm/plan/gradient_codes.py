@@ -57,16 +57,13 @@ def _cast_problems(cast: CastConfig) -> Iterator[Problem]:
     if not cast.quantizes:
         yield Problem(f"{KEY}.format", "is high. Set a format such as e4m3, or gradient_reduction to null.")
         return
-    bits, size, kind = cast.number_format.code_bits, cast.block_size, cast.scale_kind
+    bits, size = cast.number_format.code_bits, cast.block_size
     if bits not in (4, 8):
         text = f"must have codes of 4 or 8 bits, which fill bytes, and has {bits}. Use e4m3, e5m2, e2m1, int8 or int4."
         yield Problem(f"{KEY}.format", text, cast.format)
     if size is None or size[0] != 1 or size[1] == 0 or size[1] % 2:
         text = "must be 1xN with an even N: blocks of consecutive elements. Use e.g. 1x128."
         yield Problem(f"{KEY}.block", text, cast.block)
-    elif not (kind.from_block_amax or kind.shares_exponent):
-        text = "must follow from the block alone. Use fp32, power_of_two, e8m0_ceil, e8m0_floor or e8m0_even."
-        yield Problem(f"{KEY}.scale", text, cast.scale)
 
 
 def _layout_problems(derived: "DerivedConfig") -> Iterator[Problem]:

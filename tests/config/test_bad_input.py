@@ -31,6 +31,7 @@ NO_OVERRIDES = {
     "precision = bf16": "without spaces",
     "quickstart": "Did you mean recipe=quickstart?",
     "mxfp8": "Did you mean precision=mxfp8?",
+    "precision": "config --group precision` lists them: precision=NAME",
     "precisіon=bf16": "CYRILLIC SMALL LETTER BYELORUSSIAN-UKRAINIAN I",
     "–m": "EN DASH",
     "model@precision=llama_tiny": "moves the group to precision",

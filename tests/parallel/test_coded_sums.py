@@ -136,8 +136,9 @@ def test_a_quarter_of_the_bytes_is_sent_and_planned(layout, ranks, small_run, tm
         ("zero2 parallel.ep=2 model=moe_tiny", {}, "ep=2 cuts"),
         ("zero1", {"format": "e2m3"}, r"precision.gradient_reduction.format=e2m3: must have codes of 4 or 8 bits"),
         ("zero1", {"block": "128x128"}, "precision.gradient_reduction.block=128x128: "),
-        ("zero1", {"block": "1x16", "format": "e2m1", "scale": "two_level_e4m3"}, "scale=two_level_e4m3: "),
-        ("zero1", {"scale": "delayed", "block": "tensor"}, "precision.gradient_reduction: "),
+        ("zero1", {"block": "1x16", "format": "e2m1", "scale": "two_level_e4m3"}, "'two_level_e4m3': must follow"),
+        ("zero1", {"scale": "delayed"}, "scale='delayed': must follow from the block alone"),
+        ("zero1", {"scale": "e8m0_cel"}, "Did you mean 'e8m0_ceil'"),
     ],
 )
 def test_what_cannot_be_summed_from_codes_is_refused(layout, cast, key):

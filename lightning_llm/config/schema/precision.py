@@ -16,7 +16,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lightning_llm.base.registry import NameIn
 from lightning_llm.config.schema.aliases import first_name
@@ -148,6 +148,14 @@ class GradientCodesConfig(Group):
     def cast(self) -> CastConfig:
         """These codes as a cast."""
         return CastConfig(format=self.format, block=self.block, scale=self.scale)
+
+    @field_validator("scale")
+    @classmethod
+    def _is_of_one_block(cls, scale: str) -> str:
+        kind = SCALES.instance(scale)
+        if not (kind.from_block_amax or kind.shares_exponent):
+            raise ValueError("must follow from the block alone: fp32, power_of_two, e8m0_ceil, e8m0_floor or e8m0_even")
+        return scale
 
     @model_validator(mode="after")
     def _is_a_cast(self) -> Self:
