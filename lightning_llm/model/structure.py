@@ -165,7 +165,7 @@ def _linears_of(same: Same) -> Mapping[str, LinearSpec]:
 
 def experts_by_linear(config: ModelConfig) -> dict[str, int]:
     """Return the number of experts of each linear that has one matrix per expert, by full name."""
-    return {name: linear.groups for name, linear in linears_of(config).items() if linear.groups > 1}
+    return {name: linear.groups for name, linear in linears_of(config).items() if linear.role == "expert"}
 
 
 def linear_names(config: ModelConfig) -> list[str]:

@@ -209,7 +209,7 @@ class CodeWeights(Weights):
         if odd := sorted(length for length in lengths if length % self.format.width):
             text = f"has blocks of {self.format.width} inputs, and a linear layer has {odd[0]}. Choose another format."
             raise ConfigError(Problem(key, text, code_format.name))
-        if experts := [name for name, linear in linears_of(self.config).items() if linear.groups > 1]:
+        if experts := [name for name, linear in linears_of(self.config).items() if linear.role == "expert"]:
             text = f"experts ({experts[0]}) have no codes yet: each would need scales of its own. Use it without {key}."
             raise ConfigError(Problem(key, text, code_format.name))
 

@@ -37,6 +37,7 @@ CONFIGS = {
         qwen3, "qk_norm_attention", ["moe", "qk_norm_attention", "moe"], ffn_hidden_size=40
     ),
 }
+CONFIGS["mixtral_with_one_expert"] = with_experts(llama, "attention", ["moe"], experts=1, per_token=1)
 SCALED = {"kind": "yarn", "factor": 4.0, "original_sequence_length": 40, "mscale": 0.7, "mscale_all_dim": 1.2}
 
 

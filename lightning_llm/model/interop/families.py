@@ -150,12 +150,12 @@ class StoredParameter:
     @property
     def tensors(self) -> tuple[str, ...]:
         """Their names, in the order of our rows."""
-        return (self.name,) if self.count == 1 else tuple(self.name.format(number) for number in range(self.count))
+        return tuple(self.name.replace("{}", str(number)) for number in range(self.count))
 
     def parts(self, first: int, last: int) -> Iterator[tuple[str, int, int]]:
         """Yield (tensor, first row, last row) for our rows `first` to `last`."""
         if self.count == 1:
-            yield self.name, self.first + first, self.first + last
+            yield self.tensors[0], self.first + first, self.first + last
             return
         rows = self.shape[0] // self.count
         for number, name in enumerate(self.tensors):
