@@ -89,7 +89,7 @@ def close(
     for job in ending.failed_elsewhere:
         _print_ending(job, "failed in another start")
     if stopped_by:
-        _print_stop(whole, ending.left, further)
+        _print_stop(whole, ending, further)
     print_where_to_judge(whole)
     return ending.code
 
@@ -135,15 +135,16 @@ def _upload_missing(whole: Sweep) -> None:
         print(text, file=sys.stderr)
 
 
-def _print_stop(whole: Sweep, left: Mapping[int, str], further: str) -> None:
+def _print_stop(whole: Sweep, ending: _Ending, further: str) -> None:
     """Print where a signal stopped the sweep and how to resume it, if anything is left.
 
-    `left`: {number: state} of unsettled jobs; `further`: work that follows the existing jobs.
+    `further`: work that follows the existing jobs.
     """
+    left, interrupted = ending.left, {each.job.number for each in ending.outcomes if each.code in STOPPED}
     if not left and not further:
         print(f"stopped after the last job: all {len(whole.jobs)} are finished", file=sys.stderr)
         return
-    stopped = [str(number) for number, state in left.items() if state == "stopped"]
+    stopped = [str(number) for number, state in left.items() if state == "stopped" or number in interrupted]
     where = f"in job {', '.join(stopped)}" if stopped else "between jobs"
     jobs = f"{len(left)} of {len(whole.jobs)} jobs are left" if left else f"{further} remains"
     print(f"stopped {where}; {jobs}; to resume: {command_to_go_on(whole)}", file=sys.stderr)

@@ -7,6 +7,7 @@ because otherwise all would use the first. launcher=slurm uses submitit (https:/
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.hardware import has_nvidia_driver
 from lightning_llm.base.process import python_environment, python_module
-from lightning_llm.base.signals import Relay
+from lightning_llm.base.signals import Relay, stop_reason
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.run import LauncherConfig
 from lightning_llm.config.workspace import config_dir_arguments
@@ -65,12 +66,17 @@ def run_here(jobs: Sequence[Job], at_once: int, relay: Relay, progress: Progress
                     progress.left_alone(job)
                 return
         with printing:
-            progress.ended(Outcome(job, code, time.monotonic() - began))
+            progress.ended(Outcome(job, code, time.monotonic() - began), stopping=bool(relay.received))
 
+    reported = at_once == 1  # by the job itself
     with ThreadPoolExecutor(at_once) as pool:
         for each in [pool.submit(one, job) for job in jobs]:
             while not each.done():  # signals are handled between waits
                 time.sleep(0.05)
+                if relay.received and not reported:
+                    reported = True
+                    text = f"{stop_reason(relay.received)}: running jobs stop after their step, which is saved"
+                    print(f"{text}; again: they end at once without saving", file=sys.stderr)
             each.result()
 
 

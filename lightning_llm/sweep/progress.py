@@ -202,8 +202,11 @@ class Progress:
         self.jobs -= 1
         print(f"job    {job.name}: runs in a process that another start left behind, skipped", flush=True)
 
-    def ended(self, outcome: Outcome) -> None:
-        """Record the outcome of a job; print it with the estimated remaining time."""
+    def ended(self, outcome: Outcome, *, stopping: bool = False) -> None:
+        """Record the outcome of a job; print it with the estimated remaining time.
+
+        `stopping`: a signal has stopped the sweep, so that no time remains.
+        """
         self.outcomes.append(outcome)
         self._running.pop(outcome.job.number, None)
         if self.phase and self.phase.step_of:
@@ -213,7 +216,9 @@ class Progress:
             how = "diverged"
         elif outcome.code in STOPPED and self.phase and (stopped := self.phase.stopped(outcome.job)):
             how = stopped
-        rest = self._rest(len(self.outcomes))
+        elif stopping and outcome.code in STOPPED:
+            how = "stopped"
+        rest = "" if stopping else self._rest(len(self.outcomes))
         print(f"job    {outcome.job.name}: {how} after {duration(outcome.seconds)}{rest}", flush=True)
 
     def _rest(self, done: int) -> str:

@@ -1,5 +1,7 @@
 """Jobs as processes on this machine: how many at a time, on which devices, and which of them again."""
 
+import re
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +16,12 @@ from lightning_llm.__main__ import main
 from lightning_llm.cli import train as train_verb
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.config.sweep_space import compose_sweep
-from lightning_llm.sweep import ending
+from lightning_llm.sweep import ending, launchers
 from lightning_llm.sweep import jobs as sweep_jobs
 from lightning_llm.sweep.launchers import DevicePool, Relay, cuda_devices, run_here
 from lightning_llm.sweep.progress import Progress, duration
 from lightning_llm.tracking.run_state import state_of
-from lightning_llm.tracking.sweep_definition import define
+from lightning_llm.tracking.sweep_definition import Job, define
 from tests.sweep.made_jobs import Killed, make_jobs
 from tests.sweep.short_jobs import CHILD, MEETING_CHILD, start_short_jobs, sweep_of, times
 
@@ -35,6 +37,28 @@ def test_two_at_a_time_are_two_and_never_three(tmp_path: Path, monkeypatch: pyte
     assert most == 2
     assert (jobs[0].folder.parent / "logs" / "0.log").read_text() == "spoke auto\n"
     assert sorted(path.name for path in jobs[0].folder.parent.iterdir()) == [".claims", "0", "1", "2", "3", "logs"]
+
+
+def test_a_signal_is_reported_at_once_and_its_jobs_are_stopped_and_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    sweep, relay, begun = sweep_of(tmp_path, "logger=none", "seed=0,1,2"), Relay(), threading.Barrier(2)
+
+    def interrupted(job: Job, *_: Any) -> int:
+        begun.wait(timeout=60)
+        relay(signal.SIGINT, None)
+        time.sleep(0.3)
+        return 130
+
+    monkeypatch.setattr(launchers, "_run", interrupted)
+    progress = Progress(3)
+    run_here(sweep.jobs, 2, relay, progress)
+    assert ending.close(sweep, progress.outcomes, relay.received) == 130
+    told = capsys.readouterr()
+    assert told.err.startswith("SIGINT: running jobs stop after their step, which is saved")
+    assert "stopped in job 0, 1; 3 of 3 jobs are left; to resume: " in told.err
+    assert told.out.count(": stopped after ") == 2
+    assert not re.search("exit code|left$", told.out, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("short_children")
