@@ -6,6 +6,7 @@
 import argparse
 import importlib.util
 import io
+import json
 import re
 import shutil
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import psutil
@@ -32,6 +34,7 @@ from lightning_llm.config.weight_folders import (
 )
 from lightning_llm.data.tokens.tokenizer import read_vocabulary
 from lightning_llm.model.flops import count_parameters
+from lightning_llm.model.structure import experts_by_linear
 from lightning_llm.model.weights.files import INDEX, PICKLED, PICKLED_INDEX, SINGLE, open_files, open_pickled
 from lightning_llm.model.weights.folder import (
     FORMAT,
@@ -47,6 +50,7 @@ from lightning_llm.run.resume.weights import rows_problems
 TOKENS = 64
 LARGEST_DIFFERENCE = 1e-3
 """Tolerance in fp32, relative to the largest logit. Rounding differences are below 1e-5."""
+NO_PARITY = "Skip the comparison with --no-parity."
 SIDE_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -259,7 +263,8 @@ def parity_problems(config: ModelConfig, codes: bool = False) -> list[Problem]:
 def parity_of(folder: Path, weights: Weights, codes: bool = False) -> Parity:
     """Return the comparison of the fp32 logits of our decoder with `weights` and of transformers' model in `folder`.
 
-    `codes`: the folder has codes, which transformers reads as bf16 numbers. All weights are rounded to bf16 then.
+    `codes`: the folder has codes, which transformers reads as bf16 numbers. All weights are rounded to bf16 then. It
+    stacks the weights of experts and reads no codes of them, so those are read by compressed-tensors before.
 
     Raises:
         ConfigError: transformers cannot load the folder or compute the logits.
@@ -267,7 +272,12 @@ def parity_of(folder: Path, weights: Weights, codes: bool = False) -> Parity:
     config = weights.config
     length = min(TOKENS, config.max_sequence_length)
     tokens = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))  # [1, T]
-    theirs = _theirs(folder, tokens, codes)  # [1, T, V]
+    if codes and experts_by_linear(config):
+        with TemporaryDirectory() as plain, _transformers_may_fail("cannot read the codes", NO_PARITY):
+            _decompress(folder, Path(plain))
+            theirs = _theirs(Path(plain), tokens, codes)
+    else:
+        theirs = _theirs(folder, tokens, codes)  # [1, T, V]
     ours = _ours(weights, tokens, codes)  # [1, T, V]
     return Parity(float((ours - theirs).abs().max()), float(theirs.abs().max()), length)
 
@@ -278,9 +288,28 @@ def _ours(weights: Weights, tokens: Tensor, codes: bool) -> Tensor:
     return logits
 
 
+def _decompress(folder: Path, plain: Path) -> None:
+    """Write the weights of `folder` to the folder `plain` as compressed-tensors reads its codes: bf16 numbers."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from safetensors.torch import load_file, save_file
+
+    entries = json.loads((folder / HUGGINGFACE).read_text(encoding="utf-8"))
+    found = QuantizationConfig.model_validate(entries.pop("quantization_config"))
+    (scheme,) = found.config_groups.values()
+    compressor = BaseCompressor.get_value_from_registry(found.format)
+    state = {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
+    for linear in [name.removesuffix(".weight_scale") for name in state if name.endswith(".weight_scale")]:
+        names = [name for name in state if name.rpartition(".")[0] == linear]
+        parts = {name.rpartition(".")[2]: state.pop(name) for name in names}
+        state[f"{linear}.weight"] = compressor.decompress(parts, scheme)["weight"].bfloat16()
+    save_file(state, plain / SINGLE, metadata={"format": "pt"})
+    (plain / HUGGINGFACE).write_text(json.dumps(entries), encoding="utf-8")
+
+
 def _theirs(folder: Path, tokens: Tensor, codes: bool) -> Tensor:
     quiet: Any = redirect_stderr(io.StringIO()) if codes else nullcontext()  # compressed-tensors draws bars
-    with quiet, _transformers_may_fail("cannot load the model", "Skip the comparison with --no-parity."):
+    with quiet, _transformers_may_fail("cannot load the model", NO_PARITY):
         from transformers import AutoModelForCausalLM, logging
 
         logging.set_verbosity_error()

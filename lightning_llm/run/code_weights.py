@@ -8,8 +8,7 @@ activations stay in 16 bits.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +19,12 @@ from lightning_llm.config.schema.casts import UNQUANTIZED, CastConfig
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.model.interop.families import architecture, stored_as
-from lightning_llm.model.structure import linear_names, linears_of
+from lightning_llm.model.structure import experts_by_linear, linear_names, parameter_shapes
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.write import TensorToWrite, as_huggingface
 from lightning_llm.precision.cast.quantize import Quantized, quantize
 from lightning_llm.precision.cast.scales import Scaled, divide, scale, tensor_amax
-from lightning_llm.precision.module_rules import reasons_to_stay_unquantized, rule_in_effect
+from lightning_llm.precision.module_rules import expert_place, reasons_to_stay_unquantized, rule_in_effect
 
 READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears of one input, which engines run as one: they share the scale of a whole tensor."""
@@ -196,25 +195,26 @@ class CodeWeights(Weights):
             key: flag or config key that chose the format, for messages.
 
         Raises:
-            ConfigError: the blocks of the format do not divide the rows of a weight, or the model has experts.
+            ConfigError: the blocks of the format do not divide the rows of a weight.
         """
         self.weights = weights
         self.kind, self.path, self.config = weights.kind, weights.path, weights.config
         self.architecture, self.notes, self.end_tokens = weights.architecture, weights.notes, weights.end_tokens
+        self.matrices = matrices_of(self.config)
         slots = _weight_slots(self.config, recipe)
-        lengths = {self.shapes[f"{name}{SUFFIX}"][1] for name in slots}
+        lengths = {self.shapes[self.matrices[name].parameter][1] for name in slots}
         self.format = code_format.for_rows(lengths)
-        self.casts = {f"{name}{SUFFIX}": self.format.chosen_cast(slot) for name, slot in slots.items()}
+        self.casts = {name: self.format.chosen_cast(slot) for name, slot in slots.items()}
+        self._by_parameter: dict[str, list[str]] = {}
+        for name, matrix in self.matrices.items():
+            self._by_parameter.setdefault(matrix.parameter, []).append(name)
         self._last: tuple[str, Coded] | None = None
         if odd := sorted(length for length in lengths if length % self.format.width):
             text = f"has blocks of {self.format.width} inputs, and a linear layer has {odd[0]}. Choose another format."
             raise ConfigError(Problem(key, text, code_format.name))
-        if experts := [name for name, linear in linears_of(self.config).items() if linear.role == "expert"]:
-            text = f"experts ({experts[0]}) have no codes yet: each would need scales of its own. Use it without {key}."
-            raise ConfigError(Problem(key, text, code_format.name))
 
     def coded(self, name: str) -> Coded:
-        """Return the codes and scales of the weight [N, K] of parameter `name`, which must be in `casts`.
+        """Return the codes and scales of the matrix [N, K] called `name`, which must be in `casts`.
 
         The last result is cached.
         """
@@ -225,29 +225,47 @@ class CodeWeights(Weights):
         return self._last[1]
 
     def shared_amax(self, name: str) -> Tensor:
-        """Return the largest magnitude in a weight and in those that engines multiply together with it, fp32 scalar.
+        """Return the largest magnitude in a matrix and in those that engines multiply together with it, fp32 scalar.
 
-        Engines concatenate the weights of `READ_TOGETHER`, so that these need one common scale.
+        Engines concatenate the weights of `READ_TOGETHER`, also of each expert, so that these need one common scale.
         """
-        block, _, leaf = name.removesuffix(SUFFIX).rpartition(".")
+        block, _, leaf = name.rpartition(".")
         together = next((group for group in READ_TOGETHER if leaf in group), (leaf,))
-        names = [each for each in (f"{block}.{other}{SUFFIX}" for other in together) if each in self.casts]
+        names = [each for each in (f"{block}.{other}" for other in together) if each in self.casts]
         return torch.stack([tensor_amax(self._whole(each)) for each in names]).amax()
 
     def _whole(self, name: str) -> Tensor:
-        return self.weights.rows(name, 0, self.shapes[name][0]).float()
+        matrix = self.matrices[name]
+        return self.weights.rows(matrix.parameter, matrix.first, matrix.last).float()
 
-    def rows(self, name: str, first: int, last: int) -> Tensor:
-        if name not in self.casts:
-            return self.weights.rows(name, first, last)
+    def numbers(self, name: str) -> Tensor:
+        """Return the rounded numbers [N, K] of the matrix called `name`, fp32."""
         found, _ = self.coded(name)
         if not found.format.integer:
-            return found.dequantized[first:last]
-        scales = found.stored_scale.to(INTEGER_SCALE_DTYPE).float()[first:last]
-        return found.values[first:last] * scales.repeat_interleave(self.format.width, 1)
+            return found.dequantized
+        scales = found.stored_scale.to(INTEGER_SCALE_DTYPE).float()
+        return found.values * scales.repeat_interleave(self.format.width, 1)
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        own = self._coded_matrices(name)
+        if not any(matrix in self.casts for matrix in own):
+            return self.weights.rows(name, first, last)
+        made = []
+        for matrix in own:
+            place = self.matrices[matrix]
+            start, stop = max(first, place.first), min(last, place.last)
+            if start < stop:
+                coded = matrix in self.casts
+                whole = self.numbers(matrix) if coded else self.weights.rows(name, start, stop).float()
+                made.append(whole[start - place.first : stop - place.first] if coded else whole)
+        return torch.cat(made) if made else self.weights.rows(name, first, last).float()
+
+    def _coded_matrices(self, name: str) -> list[str]:
+        return self._by_parameter.get(name, [])
 
     def dtype(self, name: str) -> str:
-        return "fp32" if name in self.casts else self.weights.dtype(name)
+        coded = any(matrix in self.casts for matrix in self._coded_matrices(name))
+        return "fp32" if coded else self.weights.dtype(name)
 
     def files(self) -> "dict[Any, FileContent | None]":
         return self.weights.files()
@@ -256,14 +274,45 @@ class CodeWeights(Weights):
         self.weights.verify(rank, world)
 
 
+class Matrix(NamedTuple):
+    """Rows `first` to `last` of a parameter: all of a linear's weight, or one expert's part of it."""
+
+    parameter: str
+    first: int
+    last: int
+
+
+def matrices_of(config: ModelConfig) -> dict[str, Matrix]:
+    """Return the weights of linears by the name of the linear or, one by one, of the expert (`expert_place`)."""
+    shapes, experts, found = parameter_shapes(config), experts_by_linear(config), {}
+    for name in linear_names(config):
+        parameter = f"{name}{SUFFIX}"
+        count = experts.get(name, 1)
+        rows = shapes[parameter][0] // count
+        for number in range(count):
+            own = expert_place(name, number) if name in experts else name
+            found[own] = Matrix(parameter, number * rows, (number + 1) * rows)
+    return found
+
+
 def _weight_slots(config: ModelConfig, recipe: PrecisionConfig | None) -> dict[str, CastConfig]:
-    """Return the recipe's cast of weights by linear layer; `UNQUANTIZED` for layers in blocks if there is none."""
-    names, blocks = linear_names(config), config.num_layers
+    """Return the recipe's cast of weights by matrix; `UNQUANTIZED` for those in blocks if there is none."""
+    names, blocks = list(matrices_of(config)), config.num_layers
     if recipe is None or not recipe.quantizes:
         return {name: UNQUANTIZED for name in names if name.startswith("layers.")}
     reasons = reasons_to_stay_unquantized(names, recipe, blocks)
     quantized = [name for name in names if reasons[name] is None]
     return {name: recipe.casts_under(rule_in_effect(name, recipe, blocks))["fprop.w"] for name in quantized}
+
+
+def _stored_matrices(weights: CodeWeights) -> dict[str, list[str]]:
+    """Return the matrices of each tensor of theirs, which concatenates their rows, by its name."""
+    stored, found = stored_as(weights.config, architecture(weights.config)), dict[str, list[str]]()
+    for name, matrix in weights.matrices.items():
+        if (place := stored.get(matrix.parameter)) is not None:
+            ((tensor, _, _),) = place.parts(matrix.first, matrix.last)
+            found.setdefault(tensor, []).append(name)
+    return found
 
 
 def as_codes(weights: CodeWeights, dtype: str) -> list[TensorToWrite]:
@@ -276,10 +325,8 @@ def as_codes(weights: CodeWeights, dtype: str) -> list[TensorToWrite]:
     if family.transposed:
         text = f"{family.class_name} stores its weights as [inputs, outputs], which compressed-tensors does not read. "
         raise ConfigError(Problem("--codes", text + "Export without --codes.", weights.format.name))
-    parts: dict[str, list[str]] = {}
-    for ours, stored in stored_as(weights.config, family).items():
-        if ours in weights.casts:
-            parts.setdefault(stored.name, []).append(ours)
+    of_tensors = _stored_matrices(weights)
+    parts = {tensor: own for tensor, names in of_tensors.items() if (own := [n for n in names if n in weights.casts])}
     tensors: list[TensorToWrite] = []
     for each in as_huggingface(weights, weights.config, dtype):
         tensors += _coded(weights, each.name, parts[each.name]) if each.name in parts else [each]
@@ -287,15 +334,16 @@ def as_codes(weights: CodeWeights, dtype: str) -> list[TensorToWrite]:
 
 
 def uncoded_modules(weights: CodeWeights) -> list[str]:
-    """Return Hugging Face's names of the linear layers without codes, including the head.
+    """Return Hugging Face's names of the linear layers without codes, including routers and the head.
 
     They are the list `ignore` in compressed-tensors' config.
     """
-    stored = stored_as(weights.config, architecture(weights.config))
-    linears = [f"{name}{SUFFIX}" for name in linear_names(weights.config)]
-    names = [stored[name].name for name in linears if name in stored and name not in weights.casts]
-    ends = architecture(weights.config).ends
-    return sorted({*(name.removesuffix(SUFFIX) for name in names), ends["head"]})
+    family = architecture(weights.config)
+    stored = stored_as(weights.config, family)
+    routers = [place.name for name, place in stored.items() if name.endswith(f".router{SUFFIX}")]
+    tensors = _stored_matrices(weights).items()
+    names = [tensor for tensor, own in tensors if not any(each in weights.casts for each in own)]
+    return sorted({*(name.removesuffix(SUFFIX) for name in (*names, *routers)), family.ends["head"]})
 
 
 def quantization_entry(weights: CodeWeights) -> dict[str, Any]:
@@ -316,11 +364,16 @@ def quantization_entry(weights: CodeWeights) -> dict[str, Any]:
 
 def _coded(weights: CodeWeights, name: str, ours: list[str]) -> list[TensorToWrite]:
     """Return the tensors of one of their linears, which concatenates the rows of `ours`."""
-    base, elements = name.removesuffix("weight"), sum(prod(weights.shapes[each]) for each in ours)
+    base, elements = name.removesuffix("weight"), sum(_elements(weights, each) for each in ours)
     return [
         TensorToWrite(base + part, math.ceil(elements * bits / 8), _Part(weights, ours, part))
         for part, bits in weights.format.bits.items()
     ]
+
+
+def _elements(weights: CodeWeights, name: str) -> int:
+    matrix = weights.matrices[name]
+    return (matrix.last - matrix.first) * weights.shapes[matrix.parameter][1]
 
 
 class _Part:

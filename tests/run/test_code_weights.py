@@ -1,6 +1,7 @@
 """Weights as codes: compressed-tensors reads the numbers that `evaluate --as` measures."""
 
 import inspect
+import itertools
 from typing import get_args
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_llm.cli.options import CODE_FORMATS
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.casts import UNQUANTIZED, CastConfig
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
+from lightning_llm.model.interop.families import architecture
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.precision.cast.quantize import quantize
 from lightning_llm.precision.cast.rounding import decode
@@ -29,7 +31,8 @@ class Drawn(Weights):
         self.config = compose_config([f"model={model}", *shape, *words]).model
         generator = torch.Generator().manual_seed(0)
         self.state = {name: torch.randn(*shape, generator=generator) / 8 for name, shape in self.shapes.items()}
-        self.state["layers.0.attention.k_proj.weight"][0, 0] = 9.0
+        if (key := "layers.0.attention.k_proj.weight") in self.state:
+            self.state[key][0, 0] = 9.0
         self.kind, self.path, self.architecture = "drawn", None, None
 
     def rows(self, name, first, last):
@@ -45,9 +48,8 @@ class Drawn(Weights):
         pass
 
 
-@pytest.mark.parametrize("name", CODES)
-def test_compressed_tensors_reads_the_same_numbers(name):
-    weights = CodeWeights(Drawn(), CODES[name], None)
+def decompressed(weights):
+    """Return {name of a linear of theirs: its weight} as compressed-tensors reads the written tensors."""
     tensors = {each.name: each.make() for each in as_codes(weights, "fp32")}
     for each in as_codes(weights, "fp32"):
         constant = 0 if each.size_bytes else tensors[each.name].nbytes
@@ -55,22 +57,90 @@ def test_compressed_tensors_reads_the_same_numbers(name):
     read = QuantizationConfig.model_validate(quantization_entry(weights)["quantization_config"])
     (scheme,) = read.config_groups.values()
     compressor = BaseCompressor.get_value_from_registry(read.format)
+    found = {}
+    for prefix in sorted({key.rpartition(".")[0] for key in tensors if key.endswith(".weight_scale")}):
+        state = {key.removeprefix(f"{prefix}."): each for key, each in tensors.items() if key.startswith(f"{prefix}.")}
+        found[prefix] = compressor.decompress(state, scheme)["weight"].float()
+    others = [key for key in tensors if key.rpartition(".")[0] not in found]
+    assert all(tensors[key].dtype == torch.float32 for key in others)
+    assert {key.removesuffix(".weight") for key in others if "proj" in key} <= set(uncoded_modules(weights))
+    return found
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_compressed_tensors_reads_the_same_numbers(name):
+    weights = CodeWeights(Drawn(), CODES[name], None)
+    read = decompressed(weights)
+    assert len(read) == len(weights.casts)
     for ours in weights.casts:
         theirs = (
             ours.replace("layers.", "model.layers.")
             .replace("attention.", "self_attn.")
             .replace("feed_forward.", "mlp.")
         )
-        prefix = theirs.removesuffix("weight")
-        state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-        found = compressor.decompress(state, scheme)["weight"]
-        expected = weights.rows(ours, 0, weights.shapes[ours][0])
+        parameter = f"{ours}.weight"
+        expected = weights.rows(parameter, 0, weights.shapes[parameter][0])
         # They multiply in bf16, ours are fp32: two roundings.
-        torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=0)
-        relative = (expected - weights.weights.state[ours]).norm() / weights.weights.state[ours].norm()
+        torch.testing.assert_close(read[theirs], expected, rtol=2**-7, atol=0)
+        relative = (expected - weights.weights.state[parameter]).norm() / weights.weights.state[parameter].norm()
         assert relative < {"fp8": 0.04}.get(name, 0.13)
-    others = [key for key in tensors if "proj" not in key]
-    assert all(tensors[key].dtype == torch.float32 for key in others)
+
+
+MIXTRAL = ["model.blocks.moe.feed_forward.ffn_hidden_size=64"]
+QWEN = [*MIXTRAL, "model.blocks.moe.mixer.kind=qk_norm_attention", "model.layers=[moe,qk_norm_attention,moe]"]
+LATENTS = "{kind: mla, q_rank: 32, kv_rank: 64, nope_dim: 16, rope_dim: 16, value_dim: 32}"
+DEEPSEEK = [
+    *MIXTRAL, "model.num_kv_heads=2", "model.norm_eps=1e-6", f"model.blocks.moe.mixer={LATENTS}",
+    "model.blocks.moe.feed_forward.router.score=sigmoid", "model.blocks.moe.feed_forward.shared_experts=1",
+    "model.blocks.moe.feed_forward.router.bias_update_rate=0.001",
+]  # fmt: skip
+
+
+FAMILIES = {
+    "MixtralForCausalLM": (MIXTRAL, "block_sparse_moe.experts.{}.w1", "block_sparse_moe.gate"),
+    "Qwen3MoeForCausalLM": (QWEN, "mlp.experts.{}.gate_proj", "mlp.gate"),
+    "DeepseekV3ForCausalLM": (DEEPSEEK, "mlp.experts.{}.gate_proj", "mlp.gate"),
+}
+QUICK = {("MixtralForCausalLM", "nvfp4"), ("Qwen3MoeForCausalLM", "int4"), ("DeepseekV3ForCausalLM", "fp8")}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.full)
+        for pair in itertools.product(FAMILIES, CODES)
+    ],
+)
+def test_each_expert_has_codes_and_scales_of_its_own(family, name):
+    words, expert, router = FAMILIES[family]
+    drawn = Drawn(*words, model="moe_tiny")
+    assert architecture(drawn.config).class_name == family
+    weights = CodeWeights(drawn, CODES[name], None)
+    parameter = "layers.2.feed_forward.experts.gate_proj.weight"
+    drawn.state[parameter][:64] *= 100
+    read = decompressed(weights)
+    ours = weights.rows(parameter, 0, weights.shapes[parameter][0])
+    torch.testing.assert_close(weights.rows(parameter, 70, 140), ours[70:140], rtol=0, atol=0)
+    rows = len(ours) // 8
+    for number, part in enumerate(ours.split(rows)):
+        theirs = f"model.layers.2.{expert.format(number)}"
+        torch.testing.assert_close(read[theirs], part, rtol=2**-7, atol=0)
+        plain = drawn.state[parameter][number * rows : (number + 1) * rows]
+        assert (part - plain).norm() / plain.norm() < {"fp8": 0.04}.get(name, 0.13)
+    assert f"model.layers.2.{router}" in uncoded_modules(weights)
+
+
+def test_an_expert_that_the_recipe_keeps_high_has_no_codes():
+    words = ["precision=nvfp4_qat", "precision.modules.exclude=['*.experts.3.*']"]
+    drawn = Drawn(*MIXTRAL, model="moe_tiny")
+    weights = CodeWeights(drawn, CODES["nvfp4"], compose_config(words).precision)
+    kept = [each for each in uncoded_modules(weights) if ".0.block_sparse_moe.experts." in each]
+    assert kept == [f"model.layers.0.block_sparse_moe.experts.3.w{part}" for part in (1, 2, 3)]
+    assert not any(".0.block_sparse_moe.experts.3." in each for each in decompressed(weights))
+    parameter = "layers.0.feed_forward.experts.gate_proj.weight"
+    found, plain = weights.rows(parameter, 0, 512), drawn.state[parameter]
+    assert torch.equal(found[192:256], plain[192:256])
+    assert not torch.equal(found[128:192], plain[128:192])
 
 
 def test_weights_that_engines_run_together_share_a_scale():
@@ -111,9 +181,11 @@ def test_a_model_trained_with_the_codes_keeps_them():
     drawn = Drawn()
     recipe = compose_config(["precision=nvfp4_all_blocks"]).precision
     weights = CodeWeights(drawn, CODES["nvfp4"], recipe)
-    name = "layers.1.attention.o_proj.weight"
+    name = "layers.1.attention.o_proj"
     assert weights.casts[name].block == "16x16"
-    assert torch.equal(weights.rows(name, 0, 64), quantize(drawn.state[name], weights.casts[name]).dequantized)
+    parameter = f"{name}.weight"
+    made = quantize(drawn.state[parameter], weights.casts[name]).dequantized
+    assert torch.equal(weights.rows(parameter, 0, 64), made)
 
 
 def test_rows_that_blocks_do_not_divide_are_refused():
@@ -132,11 +204,6 @@ def test_weights_stored_transposed_are_refused():
 def test_the_flags_offer_every_format():
     offered, _none = get_args(inspect.signature(api.evaluate).parameters["codes"].annotation)
     assert tuple(CODES) == CODE_FORMATS == get_args(offered)
-
-
-def test_experts_are_refused():
-    with pytest.raises(ConfigError, match=r"^--as=fp8: experts \(layers\.0\.feed_forward\.experts\.gate_proj\)"):
-        CodeWeights(Drawn(model="moe_tiny"), CODES["fp8"], None, key="--as")
 
 
 CASTS = {
@@ -172,4 +239,4 @@ def test_stored_codes_are_the_numbers_of_the_recipes_cast(name, word):
         scales = stored["weight_scale"]
         scales = scales.float() / stored["weight_global_scale"] if name == "nvfp4" else 2.0 ** (scales.float() - 127)
         found = decode(codes, NUMBER_FORMATS["e2m1"]) * scales.repeat_interleave(weights.format.width, 1)
-    torch.testing.assert_close(found, weights.rows(ours, 0, len(found)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, weights.rows(f"{ours}.weight", 0, len(found)), rtol=1e-6, atol=0)
