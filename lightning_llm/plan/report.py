@@ -23,22 +23,23 @@ from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.attention.latent_kind import LatentAttention
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.interop.families import architecture, without_counterpart
-from lightning_llm.model.structure import linear_names, mixer_of, parameter_shapes
+from lightning_llm.model.structure import experts_by_linear, linear_names, mixer_of, parameter_shapes
 from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.checkpoints import disk_facts, disk_notes, disk_row
 from lightning_llm.plan.describe import cost_facts, layout_facts, layout_rows, memory_rows, sent_rows, traffic_row
 from lightning_llm.plan.memory import OURS, Accounting
 from lightning_llm.plan.memory.activations import on_gpu
 from lightning_llm.plan.memory.fit import hardware_facts, hardware_row
-from lightning_llm.plan.memory.units import shard_ranks
+from lightning_llm.plan.memory.units import shard_ranks, uses_fsdp
 from lightning_llm.plan.nodes import reduction_note
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.step_law import law_notes, law_row
 from lightning_llm.plan.teachers import teacher_flops_per_token
 from lightning_llm.plan.time.describe import time_facts, time_rows
 from lightning_llm.precision.describe import precision_facts, precision_rows
-from lightning_llm.precision.module_rules import Coverage
+from lightning_llm.precision.module_rules import Coverage, alike_experts
 from lightning_llm.precision.native.decide import HARDWARE
+from lightning_llm.precision.native.express import why_one_by_one
 
 Rule = Callable[[Plan, Mapping[str, str]], Iterator[str]]
 SHORTENED = ("BF16", "F16", "TF32", "ANY")
@@ -135,9 +136,7 @@ def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
         **_cache_bytes(config),
         "layers": list(config.model.layers or DEFAULT_LAYERS),
         "layout": layout,
-        "precision": precision_facts(
-            config.precision, plan.decision, linear_names(config.model), config.model.num_layers
-        ),
+        "precision": _precision_facts(plan),
         "data": config.data.name,
         "phases": planned_phases(config.data, config.trainer.max_steps),
         "step_tokens": tokens,
@@ -171,6 +170,21 @@ def plan_line(plan: Plan, device: str) -> str:
         device,
     ]
     return "plan   " + " | ".join(parts)
+
+
+def _precision_facts(plan: Plan) -> dict[str, Any]:
+    """Return `precision_facts`, with how native experts run as "experts"."""
+    model, recipe = plan.config.model, plan.config.precision
+    experts = experts_by_linear(model)
+    facts = precision_facts(recipe, plan.decision, linear_names(model), model.num_layers, experts)
+    if not experts or not plan.decision.natives:
+        return facts
+    sharded = uses_fsdp(plan.config.parallel, plan.degrees)
+    reasons = dict.fromkeys(why_one_by_one(native, sharded) for native in plan.decision.natives)
+    if any(len(alike_experts(*pair, recipe, model.num_layers)) > 1 for pair in experts.items()):
+        reasons = {"rules of precision.modules name single ones": None}
+    ways = ("one GroupedLinear for all" if why is None else f"a Linear for each, since {why}" for why in reasons)
+    return facts | {"experts": "; ".join(ways)}
 
 
 def _active_parameters(model: ModelConfig) -> dict[str, int]:

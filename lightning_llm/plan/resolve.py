@@ -7,7 +7,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config, ParallelConfig
 from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
-from lightning_llm.model.structure import block_parts, linear_names, linear_widths
+from lightning_llm.model.structure import block_parts, experts_by_linear, linear_names, linear_widths
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees, given_degrees, resolve_degrees
 from lightning_llm.plan.divisibility import part_widths
@@ -200,7 +200,8 @@ def plan_of(config: Config, device: Capability | None = None) -> Plan:
 
 def coverage_of(config: Config) -> Coverage | None:
     """Return how many linear layers and blocks of the model the precision recipe quantizes; None without casts."""
-    return coverage(config.precision, linear_names(config.model), config.model.num_layers)
+    model = config.model
+    return coverage(config.precision, linear_names(model), model.num_layers, experts_by_linear(model))
 
 
 def matrix_of(config: Config) -> Matrix:

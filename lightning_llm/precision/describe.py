@@ -1,13 +1,16 @@
 """A precision recipe as plain data and as text, for `plan`. Pure: needs neither torch nor a model."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_llm.config.schema.precision import SELECTS, UNQUANTIZED, CastConfig, PrecisionConfig, slots_of
 from lightning_llm.precision.module_rules import (
+    NO_EXPERTS,
     Coverage,
+    alike_experts,
     coverage,
+    expert_place,
     fractions_of_no_block,
     layers_of_casts,
     reasons_to_stay_unquantized,
@@ -19,14 +22,19 @@ ALWAYS = ("block", "scale", "rounding")
 
 
 def precision_facts(
-    recipe: PrecisionConfig, decision: Decision, names: Sequence[str], num_layers: int
+    recipe: PrecisionConfig,
+    decision: Decision,
+    names: Sequence[str],
+    num_layers: int,
+    experts: Mapping[str, int] = NO_EXPERTS,
 ) -> dict[str, Any]:
     """Return the recipe as data: its hash, its other keys, how it runs, its layers and its slots.
 
     `decision`: how its casts run on the device that would train; each slot has its `format`, how it `runs` and the
     `reason`; casts also have `block`, `scale`, `rounding`, and each key without its default value. A phase and a rule
     of `modules.casts` list the slots that differ from the recipe's own. `names`: the model's linears; `num_layers`:
-    number of blocks.
+    number of blocks; `experts`: numbers of experts by linear. Experts of one linear under different rules are listed by
+    their names.
     """
     slots = _slots(slots_of(recipe), recipe.compute_dtype, decision)
 
@@ -34,7 +42,7 @@ def precision_facts(
         its = _slots(casts, recipe.compute_dtype, decision)
         return {slot: facts for slot, facts in its.items() if facts != slots[slot]}
 
-    layers = layers_of_casts(names, recipe, num_layers)
+    layers = _layers_of_casts(names, recipe, num_layers, experts)
     phases = [
         {"start": phase.start, "end": phase.end, "slots": changed(slots_of(recipe.in_phase(number)))}
         | ({"modules": phase.modules.model_dump(exclude_defaults=True)} if phase.modules else {})
@@ -63,7 +71,7 @@ def precision_facts(
         "hardware": recipe.hardware,
         "modules": recipe.modules.model_dump(exclude_defaults=True, exclude={"casts"}),
         "allow": list(recipe.allow or ()),
-        "layers": _layers(recipe, names, num_layers),
+        "layers": _layers(recipe, names, num_layers, experts),
         "loss_scaling": recipe.loss_scaling.model_dump() if recipe.loss_scaling else None,
         "optimizer": recipe.optimizer.model_dump(exclude_none=True),
         "backend": recipe.backend,
@@ -74,14 +82,35 @@ def precision_facts(
     }
 
 
-def _layers(recipe: PrecisionConfig, names: Sequence[str], num_layers: int) -> dict[str, Any]:
+def _layers_of_casts(
+    names: Sequence[str], recipe: PrecisionConfig, num_layers: int, experts: Mapping[str, int]
+) -> dict[str, list[str]]:
+    """Return `layers_of_casts`, with the experts of a linear one by one if they follow different rules."""
+    every = []
+    for name in names:
+        count = experts.get(name, 1)
+        mixed = len(alike_experts(name, count, recipe, num_layers)) > 1
+        every += [expert_place(name, number) for number in range(count)] if mixed else [name]
+    return layers_of_casts(every, recipe, num_layers)
+
+
+def _layers(
+    recipe: PrecisionConfig, names: Sequence[str], num_layers: int, experts: Mapping[str, int]
+) -> dict[str, Any]:
     """Return how many linears are quantized and not (by reason), and the fractions of blocks that round to none.
 
+    A linear is quantized if one of its experts is; `experts_high` has the number of the others by reason.
     `coverage`: the counts in linears and blocks, with the recipe's shortfall on this model; None without casts.
     """
-    counts = coverage(recipe, names, num_layers)
-    reasons = Counter(reasons_to_stay_unquantized(names, recipe, num_layers).values())
+    counts = coverage(recipe, names, num_layers, experts)
+    whole = reasons_to_stay_unquantized(names, recipe, num_layers, experts)
+    reasons, high = Counter(whole.values()), Counter[str]()
+    for name in [name for name, why in whole.items() if why is None]:
+        for place, count in alike_experts(name, experts.get(name, 1), recipe, num_layers):
+            why = reasons_to_stay_unquantized([place], recipe, num_layers)[place]
+            high.update({why: count} if why is not None else {})
     return {
+        **({"experts_high": dict(high)} if high else {}),
         "quantised": reasons.pop(None, 0),
         "high": dict(reasons),
         "no_block": fractions_of_no_block(recipe.modules, num_layers) if recipe.quantizes else [],
@@ -120,7 +149,9 @@ def precision_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     counts = Coverage(**facts["layers"]["coverage"]) if facts["layers"]["coverage"] else None
     name = facts["name"] + (counts.suffix if counts else "")
     rows = [("precision", f"{name} ({facts['recipe_hash']}), {dtypes}{rules}")]
-    rows += [("  runs", f"{facts['runs']}: {facts['reason']}"), *_layer_rows(facts), *_slot_rows(facts["slots"])]
+    rows.append(("  runs", f"{facts['runs']}: {facts['reason']}"))
+    rows += [("  experts", facts["experts"])] if "experts" in facts else []
+    rows += [*_layer_rows(facts), *_slot_rows(facts["slots"])]
     if "gradient_reduction" in facts:
         rows.append(("  between ranks", f"gradients as {_pairs(facts['gradient_reduction'])}"))
     for number, rule in enumerate(facts["module_casts"]):
@@ -144,6 +175,7 @@ def _layer_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     layers, rows = facts["layers"], []
     if layers["quantised"]:
         high = [f"{count} high ({why})" for why, count in layers["high"].items()]
+        high += [f"{count} experts of linears high ({why})" for why, count in layers.get("experts_high", {}).items()]
         counts = Coverage(**layers["coverage"]).text
         rows.append(("  layers", "; ".join([counts, *high, *layers["no_block"]])))
     if facts["allow"]:

@@ -63,6 +63,23 @@ def _single_experts(recipe: PrecisionConfig, experts: Mapping[str, int]) -> dict
     return {name: [expert_place(name, number) for number in range(count)] for name, count in experts.items()}
 
 
+def alike_experts(name: str, experts: int, recipe: PrecisionConfig, num_layers: int) -> list[tuple[str, int]]:
+    """Return (name, experts) for each group of experts of the linear `name` that follow the same rules.
+
+    The name is that of its first expert; `name` itself if all follow the same, as one of a linear without experts.
+    """
+    places = _single_experts(recipe, {name: experts}).get(name, []) if experts > 1 else []
+    if not places:
+        return [(name, experts)]
+    parts = [recipe, *_phases(recipe)]
+    groups: dict[tuple[int | None, ...], list[str]] = {}
+    for place in places:
+        groups.setdefault(tuple(rule_in_effect(place, part, num_layers) for part in parts), []).append(place)
+    if len(groups) < 2:
+        return [(name, experts)]
+    return [(group[0], len(group)) for group in groups.values()]
+
+
 def blocks_of(count: int | None, fraction: float | None, num_layers: int) -> int:
     """Return a number of blocks that is given as a `count`, or as a `fraction` of `num_layers` (half rounds up)."""
     if fraction is None:
@@ -341,11 +358,13 @@ class Coverage:
         return asdict(self)
 
 
-def coverage(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) -> Coverage | None:
+def coverage(
+    recipe: PrecisionConfig, names: Iterable[str], num_layers: int, experts: Mapping[str, int] = NO_EXPERTS
+) -> Coverage | None:
     """Return the counts of linears `names` and of blocks that `recipe` quantizes; None for a recipe without casts."""
     if not recipe.quantizes:
         return None
-    reasons = reasons_to_stay_unquantized(names, recipe, num_layers)
+    reasons = reasons_to_stay_unquantized(names, recipe, num_layers, experts)
     quantized = [name for name, reason in reasons.items() if reason is None]
     blocks = len({block_of(name) for name in quantized})
     return Coverage(len(quantized), len(reasons), blocks, num_layers, _shortfall(recipe, blocks, num_layers))

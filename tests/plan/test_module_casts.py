@@ -13,6 +13,7 @@ from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema.precision import UNQUANTIZED, slots_of
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.resolve import DerivedConfig
+from lightning_llm.plan.time.step import StepTimer
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.native.decide import DEVICES
 
@@ -149,3 +150,47 @@ def test_the_plan_says_what_is_allowed_and_what_a_fraction_comes_to(capsys, tmp_
     text = capsys.readouterr().out
     assert "7 high (modules.last_fraction_high_precision=0.129: 1 of 4 blocks)" in text
     assert "modules.first_fraction_high_precision=0.032: 0 of 4 blocks" in text
+
+
+EXPERTS = [
+    "model=moe_tiny",
+    "cluster=h100_dgx",
+    "precision=fp8_current",
+    "data.global_batch_size=16",
+    "data.micro_batch_size=4",
+]
+NONE = ["precision.modules.exclude=['*.experts.*']"]
+HALF = "precision.modules.exclude=['*.experts.[0-3].*']"
+
+
+def facts_of(capsys, *words):
+    assert main(["plan", *EXPERTS, *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("backend", ["native", "emulated"])
+def test_bytes_and_flops_follow_rules_for_single_experts(backend, capsys):
+    """Half of the experts: their part of everything lies in the middle between all experts and none."""
+    how = [f"precision.backend={backend}"]
+    every, half, none = (facts_of(capsys, *how, *more) for more in ([], [HALF], NONE))
+    for kind in ("weight_casts", "compute_copies", "activations"):
+        most, middle, least = (each["memory_bytes"].get(kind, 0) for each in (every, half, none))
+        assert middle == pytest.approx((most + least) / 2, abs=64), kind
+    assert every["memory_bytes"] != none["memory_bytes"]
+    if backend == "native":
+        configs = [compose_config([*EXPERTS, *how, *more]) for more in ([], [HALF], NONE)]
+        timers = (StepTimer(DerivedConfig(config).plan(), config.cluster) for config in configs)
+        most, middle, least = (each.time.needed.flops["fp8"] for each in timers)
+        assert least < middle == pytest.approx((most + least) / 2)
+    assert half["precision"]["layers"]["experts_high"] == {"modules.exclude has '*.experts.[0-3].*'": 2 * 3 * 4}
+    assert half["precision"]["layers"]["coverage"] == every["precision"]["layers"]["coverage"]
+
+
+def test_rules_for_single_experts_are_reported(capsys):
+    rule = "precision.modules.casts=[{names: ['*.experts.5.up_proj'], recipe: fp8_current_e4m3}]"
+    facts = facts_of(capsys, rule)["precision"]
+    assert facts["module_casts"][0]["layers"] == [f"layers.{at}.feed_forward.experts.5.up_proj" for at in (1, 2)]
+    assert facts["experts"] == "a Linear for each, since rules of precision.modules name single ones"
+    assert facts_of(capsys)["precision"]["experts"] == "one GroupedLinear for all"
+    sharded = facts_of(capsys, "parallel=zero3", "world=2")["precision"]["experts"]
+    assert sharded == "a Linear for each, since FSDP2 gathers their weights"

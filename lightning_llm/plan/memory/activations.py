@@ -6,14 +6,14 @@ from lightning_llm.config.schema import Config
 from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.flops import rows_at_once
 from lightning_llm.model.spec import ForwardPass, SavedTensor
-from lightning_llm.model.structure import block_parts, mixer_of, norm_of
+from lightning_llm.model.structure import block_parts, linears_of, mixer_of, norm_of
 from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.attention_kernel import takes_blocks
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory import OURS, Accounting
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of
-from lightning_llm.precision.module_rules import reasons_to_stay_unquantized, rule_in_effect
+from lightning_llm.precision.module_rules import alike_experts, reasons_to_stay_unquantized, rule_in_effect
 from lightning_llm.precision.native.express import NativeRecipe, express
 
 
@@ -130,9 +130,21 @@ def _bytes_of(plan: Plan, saved: SavedTensor, prefix: str = "") -> int:
         elements = rows * saved.elements // degrees.width
     else:
         elements = rows * saved.elements
-    codes = [code_bits(plan, f"{prefix}.{linear}") for linear in saved.linears]
-    as_it_is = saved.also or not codes or None in codes
-    return elements * saved.width * as_it_is + sum(int(elements * bits / 8) for bits in codes if bits is not None)
+    parts = [code_parts(plan, f"{prefix}.{linear}") for linear in saved.linears]
+    uncoded = [sum(share for bits, share in each if bits is None) for each in parts]
+    as_it_is = 1 if saved.also or not parts else max(uncoded)
+    codes = (int(elements * share * bits / 8) for each in parts for bits, share in each if bits is not None)
+    return int(elements * saved.width * as_it_is) + sum(codes)
+
+
+def code_parts(plan: Plan, linear: str) -> list[tuple[float | None, float]]:
+    """Return (`code_bits`, share of experts) for each group of experts of `linear` under the same rules."""
+    if plan.decision.runs != "native":
+        return [(None, 1.0)]
+    model = plan.config.model
+    experts = linears_of(model)[linear].groups
+    groups = alike_experts(linear, experts, plan.config.precision, model.num_layers)
+    return [(code_bits(plan, place), count / experts) for place, count in groups]
 
 
 def code_bits(plan: Plan, linear: str) -> float | None:

@@ -34,7 +34,12 @@ from lightning_llm.precision.linear.weight_rules import (
     why_not_codes,
     why_not_kept,
 )
-from lightning_llm.precision.module_rules import layers_of_casts, reasons_to_stay_unquantized, rule_in_effect
+from lightning_llm.precision.module_rules import (
+    alike_experts,
+    layers_of_casts,
+    reasons_to_stay_unquantized,
+    rule_in_effect,
+)
 
 KEEP_KEY = "precision.keep_weight_casts"
 
@@ -125,11 +130,11 @@ def _casts(plan: Plan, name: str) -> dict[str, CastConfig]:
 
 
 def _linears(plan: Plan, index: int) -> Iterator[LinearSpec]:
-    """Yield the linears of block `index` that are cast."""
+    """Yield the linears of block `index` that are cast, all experts of a linear or some."""
     config, linears = plan.config, block_linears(plan.config.model, index)
-    names = [f"layers.{index}.{linear.name}" for linear in linears]
-    reasons = reasons_to_stay_unquantized(names, config.precision, config.model.num_layers)
-    yield from (linear for name, linear in zip(names, linears, strict=True) if reasons[name] is None)
+    experts = {f"layers.{index}.{linear.name}": linear.groups for linear in linears}
+    reasons = reasons_to_stay_unquantized(experts, config.precision, config.model.num_layers, experts)
+    yield from (linear for name, linear in zip(experts, linears, strict=True) if reasons[name] is None)
 
 
 def _bytes_of(plan: Plan, index: int, linear: LinearSpec) -> int:
@@ -138,8 +143,10 @@ def _bytes_of(plan: Plan, index: int, linear: LinearSpec) -> int:
     if linear.role == "expert":
         if plan.decision.runs == "native":  # made in each micro-batch (`native.grouped`)
             return 0
-        experts = linear.groups // (width * plan.degrees.ranks("ep"))
-        return experts * kept_bytes(_casts(plan, name), *sides, keeps(plan)[index])
+        recipe, layers = plan.config.precision, plan.config.model.num_layers
+        groups = alike_experts(name, linear.groups, recipe, layers)
+        every = sum(count * kept_bytes(_casts(plan, place), *sides, keeps(plan)[index]) for place, count in groups)
+        return every // (width * plan.degrees.ranks("ep"))
     rows, columns = (length // width if axis == side else length for side, length in enumerate(sides))
     if plan.decision.runs != "native":
         return kept_bytes(_casts(plan, name), rows, columns, keeps(plan)[index])
@@ -283,19 +290,27 @@ def _copied_in_block(plan: Plan, index: int, unit: Unit) -> int:
     config = plan.config
     width, tp, ep = DTYPE_BYTES[config.precision.compute_dtype], plan.degrees.width, plan.degrees.ranks("ep")
     copied = width * unit.shard(1)
-    names = [f"layers.{index}.{linear.name}" for linear in block_linears(config.model, index)]
-    reasons = reasons_to_stay_unquantized(names, config.precision, config.model.num_layers)
-    for name, linear in zip(names, block_linears(config.model, index), strict=True):
+    for linear in block_linears(config.model, index):
+        name = f"layers.{index}.{linear.name}"
         if unit.ep > 1 and linear.role != "expert":
             continue
-        elements = linear.elements // (tp if linear.role in ("column", "row", "expert") else 1)
-        elements //= ep if linear.role == "expert" else 1
-        if bits := code_bits(plan, name):
-            kept = linear.role != "expert" and keeps_codes(plan, name, index)
-            copied += 0 if kept else int(2 * elements * bits / 8)
-        elif reasons[name] is None or _emulates_all(plan):
-            copied -= width * elements
+        whole = linear.elements // (tp if linear.role in ("column", "row", "expert") else 1)
+        whole //= ep if linear.role == "expert" else 1
+        copied += sum(
+            _copied(plan, index, place, linear, whole * count // linear.groups)
+            for place, count in alike_experts(name, linear.groups, config.precision, config.model.num_layers)
+        )
     return copied
+
+
+def _copied(plan: Plan, index: int, name: str, linear: LinearSpec, elements: int) -> int:
+    """Return the bytes that `elements` of linear `name` add to those of its weight in the compute dtype."""
+    config = plan.config
+    if bits := code_bits(plan, name):
+        return 0 if linear.role != "expert" and keeps_codes(plan, name, index) else int(2 * elements * bits / 8)
+    reasons = reasons_to_stay_unquantized([name], config.precision, config.model.num_layers)
+    emulated = reasons[name] is None or _emulates_all(plan)
+    return -DTYPE_BYTES[config.precision.compute_dtype] * elements if emulated else 0
 
 
 def _emulates_all(plan: Plan) -> bool:

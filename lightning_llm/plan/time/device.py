@@ -19,7 +19,11 @@ from lightning_llm.base.hardware import COMPUTE_UNITS, planned_peak_flops
 from lightning_llm.config.schema import ClusterConfig, Config
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
 from lightning_llm.model.structure import block_linears, feed_forward_of, for_layers, mixer_of
-from lightning_llm.precision.module_rules import reasons_to_stay_unquantized, rule_in_effect
+from lightning_llm.precision.module_rules import (
+    alike_experts,
+    reasons_to_stay_unquantized,
+    rule_in_effect,
+)
 
 FORMAT_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 TILES = ((256, 128), (128, 256), (128, 128))
@@ -101,8 +105,14 @@ class Formats:
     `without_unit`: formats without a peak in the cluster. Their GEMMs have no time.
     """
 
-    def __init__(self, recipe: PrecisionConfig, names: list[str], num_layers: int, device: Device):
+    def __init__(
+        self, recipe: PrecisionConfig, names: list[str], num_layers: int, device: Device, experts: Mapping[str, int]
+    ):
+        """`experts`: numbers of experts by linear of `names`."""
         self.recipe, self.num_layers, self.device = recipe, num_layers, device
+        self._experts, self._parts = experts, dict[str, list[tuple[LinearFormats, float]]]()
+        groups = (alike_experts(name, experts.get(name, 1), recipe, num_layers) for name in names)
+        names = [name for every in groups for name, _ in every]
         self._reasons = reasons_to_stay_unquantized(names, recipe, num_layers)
         self._high = LinearFormats(dict.fromkeys(GEMMS, recipe.compute_dtype), {})
         self._made: dict[int | None, LinearFormats] = {}
@@ -120,6 +130,14 @@ class Formats:
         if number not in self._made:
             self._made[number] = self._of_casts(self.recipe.casts_under(number))
         return self._made[number]
+
+    def parts(self, name: str) -> list[tuple[LinearFormats, float]]:
+        """Return (formats, share of experts) for each group of experts of the linear `name` with the same formats."""
+        if name not in self._parts:
+            experts = self._experts.get(name, 1)
+            groups = alike_experts(name, experts, self.recipe, self.num_layers)
+            self._parts[name] = [(self.of(place), count / experts) for place, count in groups]
+        return self._parts[name]
 
     def _of_casts(self, casts: Mapping[str, CastConfig]) -> LinearFormats:
         gemms: dict[str, str] = {}
@@ -184,9 +202,9 @@ def needed_flops(config: Config, formats: Formats, device: Device) -> NeededFlop
     flops: dict[str, float] = defaultdict(float)
 
     def add_linear(name: str, elements: int) -> None:
-        made = formats.of(name)
-        for gemm in GEMMS:
-            flops[made.gemms[gemm]] += 2 * elements
+        for made, share in formats.parts(name):
+            for gemm in GEMMS:
+                flops[made.gemms[gemm]] += 2 * elements * share
 
     layers = range(model.num_layers)
     shapes = for_layers(

@@ -110,7 +110,7 @@ class Operations:
             not uses_fsdp(config.parallel, degrees) or reduces_once(config.parallel, degrees)
         )
         self._gemms: dict[tuple[int, int, int, str], float] = {}
-        self._blocks: dict[tuple[str, str, tuple[int, ...]], Passes] = {}
+        self._blocks: dict[tuple[str, str, tuple[tuple[int, float], ...]], Passes] = {}
         self._linears = _linears_of_blocks(config.model)
 
     def memory(self, moved: float, operators: float = 1) -> Cost:
@@ -136,29 +136,32 @@ class Operations:
         tp = self.degrees.tp
         outputs = spec.outputs.length // (tp if spec.role in ("column", "vocabulary") else 1)
         inputs = spec.inputs.length // (tp if spec.role == "row" else 1)
-        made, groups = self.formats.of(name), spec.groups // (tp if spec.role == "expert" else 1)
+        groups = spec.groups // (tp if spec.role == "expert" else 1)
         tokens = self.tokens * (self.degrees.cp if spec.all_tokens else 1)
         rows = max(1, tokens * spec.per_token // spec.groups)  # of each group, if the load is balanced
-        seconds = {
-            gemm: groups * self.gemm(*shape, made.gemms[gemm])
-            for gemm, shape in {
-                "fprop": (rows, outputs, inputs),
-                "dgrad": (rows, inputs, outputs),
-                "wgrad": (outputs, inputs, rows),
-            }.items()
+        shapes = {
+            "fprop": (rows, outputs, inputs),
+            "dgrad": (rows, inputs, outputs),
+            "wgrad": (outputs, inputs, rows),
         }
         elements = {"x": groups * rows * inputs, "w": groups * outputs * inputs, "dy": groups * rows * outputs}
-        cast = {operand: moved * elements[operand] for operand, moved in made.cast_bytes.items()}
-        forward = Cost({"gemm": seconds["fprop"]})
-        backward = Cost({"gemm": seconds["dgrad"] + seconds["wgrad"]})
-        forward += self.memory(cast.get("x", 0) + cast.get("w", 0), groups * len(cast.keys() - {"dy"}))
-        moved = cast.get("dy", 0) + (self.width * rows * outputs if spec.bias else 0)
-        backward += self.memory(moved, groups * (len(cast) > 0))
+        forward, backward = Cost(), Cost()
+        for made, share in self.formats.parts(name):
+            own = groups if share == 1 else groups * share
+            seconds = {gemm: own * self.gemm(*shape, made.gemms[gemm]) for gemm, shape in shapes.items()}
+            cast = {operand: share * moved * elements[operand] for operand, moved in made.cast_bytes.items()}
+            forward += Cost({"gemm": seconds["fprop"]})
+            forward += self.memory(cast.get("x", 0) + cast.get("w", 0), own * len(cast.keys() - {"dy"}))
+            backward += Cost({"gemm": seconds["dgrad"] + seconds["wgrad"]})
+            moved = cast.get("dy", 0) + (self.width * rows * outputs if spec.bias else 0)  # experts have no bias
+            backward += self.memory(moved, own * (len(cast) > 0))
         # With ep a rank has fewer experts, and runs each for every sender: as many products.
-        own = elements["w"] // (self.degrees.ranks("ep") if spec.role == "expert" else 1)
-        weights = self.weight_casts(own, on_use=own < elements["w"])
+        held = elements["w"] // (self.degrees.ranks("ep") if spec.role == "expert" else 1)
+        weights = self.weight_casts(held, on_use=held < elements["w"])
         gradient = DTYPE_BYTES[self.config.precision.main_grad_dtype]
-        added = elements["w"] if own < elements["w"] else own if self._adds_up else 0  # of each sender, or micro-batch
+        added = (
+            elements["w"] if held < elements["w"] else held if self._adds_up else 0
+        )  # of each sender, or micro-batch
         backward += self.memory(3 * gradient * added, added > 0)
         return Passes(forward + weights.forward, backward + weights.backward, forward + weights.forward)
 
@@ -216,7 +219,8 @@ class Operations:
 
     def block(self, index: int) -> Passes:
         """Return the costs of the passes of block `index` (`block_passes`), cached for equal blocks."""
-        formats = tuple(id(self.formats.of(name)) for name in self._linears[index])
+        parts = (part for name in self._linears[index] for part in self.formats.parts(name))
+        formats = tuple((id(made), share) for made, share in parts)
         key = self.config.model.layer_name(index), self.config.parallel.checkpointing_of(index), formats
         if key not in self._blocks:
             self._blocks[key] = block_passes(self, index)

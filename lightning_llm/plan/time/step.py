@@ -9,7 +9,7 @@ from itertools import product
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.config.schema.optim import ParameterShard
 from lightning_llm.model.flops import flops_per_token
-from lightning_llm.model.structure import linear_names
+from lightning_llm.model.structure import experts_by_linear, linear_names
 from lightning_llm.optim.kinds import state_bytes
 from lightning_llm.plan.attention_kernel import takes_blocks
 from lightning_llm.plan.axes.axis import AXES
@@ -87,7 +87,7 @@ def no_time(plan: Plan, cluster: ClusterConfig) -> str | None:
 
 def _formats(plan: Plan, device: Device) -> Formats:
     model = plan.config.model
-    return Formats(plan.config.precision, linear_names(model), model.num_layers, device)
+    return Formats(plan.config.precision, linear_names(model), model.num_layers, device, experts_by_linear(model))
 
 
 class StepTimer:

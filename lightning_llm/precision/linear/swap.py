@@ -128,7 +128,7 @@ def swap_linears(
                 each.rounds_wgrad = False
     kept = {name: why for name, why in reasons.items() if why is not None}
     converted = tuple(name for name in reasons if name not in kept)
-    return SwapReport(converted, kept, backend, note, decision, coverage(recipe, linears, num_layers))
+    return SwapReport(converted, kept, backend, note, decision, coverage(recipe, linears, num_layers, experts))
 
 
 def _native(name: str, module: nn.Linear, plan: LinearPlan, sharded: bool) -> QuantizedLinear:
