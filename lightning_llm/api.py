@@ -122,7 +122,7 @@ def compare(
     confidence: float | None = None,
     metric: str | None = None,
     tail: float | None = None,
-    targets: Iterable[str] = (),
+    targets: Iterable[str] | str = (),
     all_pairs: bool = False,
     require: str | None = None,
     series: str | None = None,
@@ -166,15 +166,17 @@ def compare(
     from lightning_llm.compare.terms import RequestedTerms
     from lightning_llm.compare.time_to_target import read_targets
 
-    terms = RequestedTerms(margin, confidence, metric, tail, read_targets(list(targets)), all_pairs)
+    goals = read_targets([targets] if isinstance(targets, str) else list(targets))
+    terms = RequestedTerms(margin, confidence, metric, tail, goals, all_pairs)
     printed: dict[str, Any] = {"show": _nothing if quiet else print_table, "say": _nothing if quiet else print}
     folder, gate = None if output is None else Path(output), read_gate(require, series, looks)
     if curves is not None:
         from lightning_llm.compare.curves.command import compare_frames
 
-        _only_curves(runs=runs, best_of=best_of, choose_by=choose_by, targets=targets)
+        _refuse("together with curves", runs=runs, best_of=best_of, choose_by=choose_by, targets=targets)
         return compare_frames(curves, terms, baseline, x, tokens_per_step, until, folder, gate=gate, **printed)
-    given = [runs] if isinstance(runs, str | os.PathLike | TrainResult) else runs
+    _refuse("without curves", x=x, tokens_per_step=tokens_per_step, until=until)
+    given = _several(runs)
     return compare_named(
         [str(_path_of(each)) for each in given],
         terms,
@@ -186,9 +188,9 @@ def compare(
     )
 
 
-def _only_curves(**given: Any) -> None:
-    """Raise ConfigError for arguments that have no effect together with `curves`."""
-    text = "has no effect together with curves. Remove it."
+def _refuse(when: str, **given: Any) -> None:
+    """Raise ConfigError for arguments that are given and have no effect `when`, such as "without curves"."""
+    text = f"has no effect {when}. Remove it."
     if problems := [Problem(name, text) for name, value in given.items() if value not in (None, (), [])]:
         raise ConfigError(problems)
 
@@ -236,8 +238,8 @@ def evaluate(  # type: ignore[misc]  # overloads leave out arguments
     tasks_only: bool = False,
     data: Iterable[str] | str = (),
     limit: float | None = None,
-    average: Iterable[StrPath | TrainResult] = (),
-    ensemble: Iterable[StrPath | TrainResult] = (),
+    average: Iterable[StrPath | TrainResult] | StrPath | TrainResult = (),
+    ensemble: Iterable[StrPath | TrainResult] | StrPath | TrainResult = (),
     batch_size: int = 8,
     compute_dtype: str | None = None,
     device: str = "auto",
@@ -280,8 +282,8 @@ def evaluate(  # type: ignore[misc]  # overloads leave out arguments
         "tasks_only": tasks_only,
         "data": [data] if isinstance(data, str) else list(data),
         "limit": limit,
-        "average": [_path_of(each) for each in average],
-        "ensemble": [_path_of(each) for each in ensemble],
+        "average": [_path_of(each) for each in _several(average)],
+        "ensemble": [_path_of(each) for each in _several(ensemble)],
         "batch_size": batch_size,
         "compute_dtype": compute_dtype,
         "device": device,
@@ -326,6 +328,11 @@ def probe(
     from lightning_llm.probe.any_module import probe_module
 
     return probe_module(module, batches, loss, keys, attribute)
+
+
+def _several(given: "Iterable[StrPath | TrainResult] | StrPath | TrainResult") -> "list[StrPath | TrainResult]":
+    """Return the members of `given`: itself alone, if it is a path or a result."""
+    return [given] if isinstance(given, str | os.PathLike | TrainResult) else list(given)
 
 
 def _path_of(given: "StrPath | TrainResult") -> Path:

@@ -239,6 +239,16 @@ def test_compare_raises_and_loses_nothing(runs, tmp_path):
         lightning_llm.compare(runs, margin=-1, confidence=2)
     with pytest.raises(lightning_llm.ConfigError, match="needs a baseline and another"):
         lightning_llm.compare(runs[0].folder)
+    with pytest.raises(lightning_llm.ConfigError, match="until: has no effect without curves"):
+        lightning_llm.compare(runs, until=2)
+
+
+def test_one_of_several_needs_no_list(tmp_path):
+    with pytest.raises(lightning_llm.ConfigError, match=r"--target=4\.4x: must be a number above 0"):
+        lightning_llm.compare(tmp_path, targets="4.4x")
+    with pytest.raises(lightning_llm.ConfigError, match="nowhere: does not exist") as raised:
+        lightning_llm.evaluate(average=tmp_path / "nowhere")
+    assert len(raised.value.problems) == 1
 
 
 def test_load_gives_the_same_weights_from_whatever_holds_them(runs, tmp_path, capsys):

@@ -133,7 +133,8 @@ def _rotation(cast: CastConfig) -> str:
     """Say in words which rotation a cast applies."""
     if cast.hadamard is None:
         return "none"
-    return f"size {cast.hadamard.size} signs {cast.hadamard.signs} {cast.hadamard.vector or ''}".strip()
+    other = "" if cast.hadamard.transform == "hadamard" else f"{cast.hadamard.transform} of "
+    return f"{other}size {cast.hadamard.size} signs {cast.hadamard.signs} {cast.hadamard.vector or ''}".strip()
 
 
 def _biased_gradients(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> Iterator[Problem]:

@@ -10,9 +10,10 @@ import torch
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.schema.cast_kinds import REGISTRIES
-from lightning_llm.config.schema.precision import CastConfig, HadamardConfig
+from lightning_llm.config.schema.precision import CastConfig, HadamardConfig, PrecisionConfig
 from lightning_llm.precision.cast import kernel_cache
 from lightning_llm.precision.cast.quantize import quantize, rotate, rotation
+from lightning_llm.precision.lint import lint
 
 CAST = "{format: e4m3, block: 1x32, scale: mean, rounding: truncate, hadamard: {size: 24, transform: cosine}}"
 UNQUANTIZED = "{hadamard: {size: 24, transform: cosine}}"
@@ -56,6 +57,16 @@ def test_a_scale_by_rotation_rejects_groups_that_blocks_of_16_do_not_halve_into(
     with pytest.raises(ValueError, match=r"hadamard.size=48: must be a power of two with scale: eden"):
         CastConfig.model_validate(eden | {"hadamard": {"size": 48, "transform": "cosine"}})
     CastConfig.model_validate(eden | {"hadamard": {"size": 64, "transform": "cosine"}})
+
+
+def test_two_transforms_in_one_product_do_not_cancel(registered):
+    both = {"x": {"hadamard": {"size": 16, "transform": "cosine"}}, "w": {"hadamard": {"size": 16}}}
+    recipe = PrecisionConfig.model_validate({"name": "mine", "compute_dtype": "bf16", "fprop": both})
+    (problem,) = lint(recipe)
+    assert problem.key == "precision.fprop"
+    assert "fprop.x has cosine of size 16 signs none and fprop.w has size 16 signs none" in problem.text.replace(
+        ",", ""
+    )
 
 
 def test_a_recipe_of_own_kinds_plans_trains_and_is_probed(registered, small_run, tmp_path, capsys):
