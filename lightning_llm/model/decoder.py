@@ -29,6 +29,7 @@ from lightning_llm.model.stepping import (
     rows_of,
 )
 from lightning_llm.model.structure import block_parts, for_layers, mixer_of, norm_of, why_not_generated
+from lightning_llm.model.unit_scaling import branch_input, residual_ratios, residual_sum, scaled
 
 
 class AttentionKind(NamedTuple):
@@ -57,6 +58,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         self.post_norms = config.block_at(index).post_norms
+        self.ratios = residual_ratios(config, index) if config.unit_scaling else None
         mixer = mixer_of(config, index)
         self.recurrent = mixer.recurrent
         takes_kernels = isinstance(mixer, AttentionSpec) and mixer.takes_kernels
@@ -70,7 +72,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Mask) -> Tensor:
         """Return `[B, T, D]` for `x` `[B, T, D]`; `rope` and `mask` as its mixer takes them, see `model.spec.Mixer`."""
-        mixed = self.attention(self.attention_norm(x), rope, mask)  # [B, T, D]
+        branch = x if self.ratios is None else branch_input(x, self.ratios[0])
+        mixed = self.attention(self.attention_norm(branch), rope, mask)  # [B, T, D]
         return self._map(x, mixed, self.feed_forward)  # [B, T, D]
 
     def step(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: Any, rows: slice) -> Tensor:
@@ -90,6 +93,10 @@ class Block(nn.Module):
         return self._map(x, in_block(mixed, rows.start), feed_forward)  # [B, STEP_ROWS, D]
 
     def _map(self, x: Tensor, mixed: Tensor, feed_forward: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.ratios is not None:
+            x = residual_sum(x, mixed, self.ratios[0])  # [B, T, D]
+            mapped = feed_forward(self.feed_forward_norm(branch_input(x, self.ratios[1])))
+            return residual_sum(x, mapped, self.ratios[1])
         x = x + (self.attention_post_norm(mixed) if self.post_norms else mixed)  # [B, T, D]
         mapped = feed_forward(self.feed_forward_norm(x))  # [B, T, D]
         return x + (self.feed_forward_post_norm(mapped) if self.post_norms else mapped)  # [B, T, D]
@@ -259,6 +266,8 @@ class Decoder(nn.Module):
 
         Or their loss.
         """
+        if self.config.unit_scaling:
+            x = scaled(x, backward=self.config.vocab_size**-0.5)
         if self.head is not None:
             project: Any = self.head
         elif self.embedding is not None:
@@ -269,6 +278,8 @@ class Decoder(nn.Module):
 
     def _finish(self, logits: Tensor) -> Tensor:
         """Return logits `[.., V]` of the projection as the model has them: capped, and without those of padding ids."""
+        if self.config.unit_scaling:
+            logits = scaled(logits, forward=1 / self.config.hidden_size)
         if (cap := self.config.logit_cap) is not None:
             logits = torch.tanh(logits / cap) * cap  # [B, T, V]
         return mask_padding(logits, self.config.vocab_size, self.first_id)

@@ -18,6 +18,8 @@ identity; the kind initializes other parameters outside linears (`model.spec`):
   1 / sqrt(hidden_size) was a first loss of ln V + 5.8 in a narrow model (hidden_size 192, 4 blocks). With the smaller
   it is within ln V + 0.65 at any width (0.0 at 192, 0.2 at 1024, 0.5 at 2048, 0.6 at 4096); transformers, nanoGPT and
   OLMo 2 have N(0, 0.02) there at every width. A position table, which Llama lacks, takes N(0, std).
+
+With `model.unit_scaling` every matrix takes N(0, 1).
 """
 
 import math
@@ -60,6 +62,8 @@ def _in_block(config: ModelConfig, index: int, name: str) -> Distribution:
 
 
 def _std(config: ModelConfig, linear: LinearSpec, index: int) -> float:
+    if config.unit_scaling:
+        return 1.0
     if config.init not in linear.depth_scaled:
         return config.init_std
     depth = config.num_layers if config.init == "gpt2" else index + 1
@@ -67,6 +71,8 @@ def _std(config: ModelConfig, linear: LinearSpec, index: int) -> float:
 
 
 def _of_table(config: ModelConfig, end: str) -> Distribution:
+    if config.unit_scaling:
+        return Distribution(std=1.0)
     if config.init == "gpt2" or end == "position_embedding":
         return Distribution(std=config.init_std)
     if end == "head" or config.tie_embeddings:

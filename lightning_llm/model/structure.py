@@ -210,4 +210,25 @@ def shape_problems(model: ModelConfig) -> list[Problem]:
     if model.rope_scaling is not None and model.position != "rope":
         text = f"is set, and model.position={model.position}. Set it to null, or position to rope."
         found[Problem("model.rope_scaling", text)] = None
+    if model.unit_scaling and (other := _not_unit_scaled(model)):
+        text = (
+            f"has no factors for {', '.join(other)}. Use plain attention, swiglu, rope, an untied head and no biases."
+        )
+        found[Problem("model.unit_scaling", text, True)] = None
     return list(found)
+
+
+def _not_unit_scaled(model: ModelConfig) -> list[str]:
+    """Return the settings of a model for which `model.unit_scaling` has no factors."""
+    wanted: dict[str, object] = {"bias": False, "tie_embeddings": False, "position": "rope", "rope_scaling": None}
+    wanted |= {"embedding_scale": None, "logit_cap": None}
+    found = [f"{key}={getattr(model, key)}" for key, value in wanted.items() if getattr(model, key) != value]
+    for index in range(len(model.layers or DEFAULT_LAYERS)):
+        block = model.block_at(index)
+        mixer, feed_forward = block.mixer, block.feed_forward
+        kinds = {"mixer": (getattr(mixer, "kind", None), "attention")}
+        kinds |= {"feed_forward": (getattr(feed_forward, "kind", None), "swiglu")}
+        found += [f"{key}={kind}" for key, (kind, known) in kinds.items() if kind != known]
+        found += ["window"] if getattr(mixer, "window", None) else []
+        found += ["post_norms"] if block.post_norms else []
+    return list(dict.fromkeys(found))

@@ -50,6 +50,12 @@ class AdamWConfig(AdamWFields):
 
     module: ClassVar[str] = "lightning_llm.optim.optimizer:adamw"
     name: Literal["adamw"] = "adamw"
+    umup_depth: PositiveInt | None = Field(
+        None,
+        description="number of layers: u-muP's learning rates for AdamW (arXiv 2407.17465), times 1 / sqrt(inputs) "
+        "for matrices but the head, and times 1 / sqrt(umup_depth) within blocks; null: one rate",
+        exclude_if=lambda depth: depth is None,  # configs from before the key keep their hash
+    )
 
 
 @OPTIMIZERS.register

@@ -130,15 +130,27 @@ def adamw(
 def groups_of(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> list[dict[str, Any]]:
     """Return torch's parameter groups: one with `weight_decay` of the config, then one without; empty ones are omitted.
 
+    With `umup_depth` there is one for each learning rate.
     By default (GPT-3's rule) norms, biases and embeddings do not decay; `decay_norms`, `decay_biases` and
     `decay_embeddings` change that.
     """
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
+    depth = getattr(config, "umup_depth", None)
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in parameters:
-        (decayed if _decays(name, parameter.ndim, config) else undecayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+        factor = 1.0 if depth is None else umup_factor(name, parameter.shape, depth)
+        groups.setdefault((not _decays(name, parameter.ndim, config), factor), []).append(parameter)
+    made: list[dict[str, Any]] = []
+    for (undecayed, factor), members in sorted(groups.items(), key=lambda group: group[0]):
+        rate = {} if depth is None else {"lr": config.learning_rate * factor}
+        made.append({"params": members, "weight_decay": 0.0 if undecayed else config.weight_decay, **rate})
+    return made
+
+
+def umup_factor(name: str, shape: torch.Size, depth: int) -> float:
+    """Return u-muP's factor of AdamW's learning rate for a parameter of a decoder of `depth` layers."""
+    role = role_of(name, len(shape))
+    inputs = shape[-1] if role in ("hidden", "embedding") else 1
+    return float((inputs * (depth if name.startswith("layers.") else 1)) ** -0.5)
 
 
 def initialise_state(optimizer: torch.optim.Optimizer) -> None:

@@ -20,11 +20,13 @@ from lightning_llm.plan.check import check_config
 
 HERE = Path(__file__).parent
 SHIPPED = sorted(file.stem for file in (HERE.parents[1] / "conf" / "precision").glob("*.yaml"))
-HYBRIDS = {"bf16_gla": "bf16"}
-"""Curves of another model than the shipped recipes': gated linear attention with documents, and one attention block."""
+HYBRIDS = {"bf16_gla": "bf16", "fp8_unit_scaled": "fp8_unit"}
+"""Curves of other models than the shipped recipes': gated linear attention with documents, and one attention block;
+unit scaling."""
 RECIPES = sorted([*SHIPPED, *HYBRIDS])
 MORE_WORDS = {
     "nvfp4": ["model.num_layers=4"],
+    "fp8_unit_scaled": ["model.unit_scaling=true", "optim.umup_depth=3", "optim.learning_rate=0.5"],
     "bf16_gla": ["model.layers=[gla, gla, attention]", "data.document_mask=true"],
 }
 """Of three blocks the fractions that nvfp4 keeps high would be none, and its curve that of nvfp4_all_blocks."""

@@ -32,11 +32,11 @@ def test_a_planted_error_is_caught(wrong, monkeypatch):
     if wrong == "floor for ceil":
         monkeypatch.setattr(scales, "e8m0_ceil", lambda amax, _: scales.e8m0_floor(amax, NUMBER_FORMATS["e4m3"]))
     elif wrong == "half away for even":
-        monkeypatch.setattr(rounding, "_nearest_even", lambda v, fmt: rounding.round_to_format(v, fmt, "half_away"))
+        monkeypatch.setattr(rounding, "nearest_number", lambda v, fmt: rounding.round_to_format(v, fmt, "half_away"))
     elif wrong == "flushed subnormals":
-        right = rounding._nearest_even
+        right = rounding.nearest_number
         monkeypatch.setattr(
-            rounding, "_nearest_even", lambda v, fmt: right(v, fmt) * (v.abs() >= 2.0**fmt.min_exponent)
+            rounding, "nearest_number", lambda v, fmt: right(v, fmt) * (v.abs() >= 2.0**fmt.min_exponent)
         )
     else:
         monkeypatch.setattr(scales, "divide", lambda numerator, denominator: denominator.reciprocal() * numerator)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.cast import inductor, scales
+from lightning_llm.precision.cast import inductor, nvfp4_scales, scales
 from lightning_llm.precision.cast.quantize import quantize, rotate, rotation
 from lightning_llm.precision.cast.random_bits import Origin, keyed_noise, scale_noise
 from tests.precision import reference
@@ -265,3 +265,15 @@ def test_how_much_stochastic_e2m1_shrinks_a_gaussian(scale, block, prescale, bit
     made = quantize(x, cast, noise=noise).dequantized
     along = (made.double() * x).sum() / x.double().square().sum()
     assert 100 * (1 - along.item()) == pytest.approx(shrinks, abs=0.03)
+
+
+@pytest.mark.parametrize("whole", [448 * 6.0, 256 * 6.0])
+def test_sums_by_parts_divide_every_candidates_number_exactly(whole):
+    """Code * block scale * amax of every E2M1, E4M3 and bf16 mantissa, against float64; exponents only shift it."""
+    codes = torch.tensor([0.5, 1, 1.5, 2, 3, 4, 6])[:, None, None]
+    blocks = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()[:, None]
+    amax = 1 + torch.arange(128) / 128
+    high, low = nvfp4_scales._reciprocal_parts(whole)
+    found = codes * (blocks * amax * high) + codes * (blocks * amax * low)
+    assert torch.equal(found, ((codes * blocks * amax).double() / whole).float())
+    assert nvfp4_scales._reciprocal_parts(whole * 16 / 17) is None

@@ -135,6 +135,12 @@ class ModelConfig(Group):
         None, description="factor of token embeddings at the first block's input; null: 1"
     )
     logit_cap: PositiveFloat | None = Field(None, description="soft cap: logits become cap x tanh(logits / cap)")
+    unit_scaling: bool = Field(
+        False,
+        description="weights begin with variance 1, and fixed factors keep that of activations and gradients near 1 "
+        "(arXiv 2303.11257, 2407.17465); init and init_std are ignored. Set optim.umup_depth to num_layers, too",
+        exclude_if=lambda on: not on,  # models from before the key keep their hash
+    )
     output_z_loss: PositiveFloat | None = Field(
         None,
         description="weight of the mean square of the logits' log-sum-exp in the objective (PaLM, arXiv 2204.02311); "

@@ -21,6 +21,7 @@ from lightning_llm.model.linear import Linear
 from lightning_llm.model.rope import apply_rope
 from lightning_llm.model.stepping import KeyValueCache, blocks_of, in_block, rows_of
 from lightning_llm.model.structure import norm_of
+from lightning_llm.model.unit_scaling import attention_factor, scaled, scaled_linear
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """Of q `[B, T, H, K]`, k `[B, S, G, K]`, v `[B, S, G, V]` and a `Mask` that the kernel takes: `[B, T, H, V]`.
@@ -132,7 +133,11 @@ class SoftmaxAttention(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Mask) -> Tensor:
         """Return `[B, T, D]` for `x` `[B, T, D]`; `rope` are the tables of `rope_tables`."""
         q, *context = self.project(x, rope)  # [B, T, H, K], 2 x [B, T, G, ..]
-        return self.o_proj(self.attend(q, *self.expand(*context), mask).flatten(2))  # [B, T, D]
+        return self.output(self.attend(q, *self.expand(*context), mask).flatten(2))  # [B, T, D]
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """Return the output `[B, T, D]` of the mixed values of all heads `[B, T, H V]`."""
+        return self.o_proj(mixed)
 
     def new_cache(self, batch_size: int, length: int) -> KeyValueCache:
         """Return room for the context of `batch_size` sequences of at most `length` tokens."""
@@ -163,7 +168,7 @@ class SoftmaxAttention(nn.Module):
         keys, values = self.expand(*context)  # [B, S, G, K], [B, S, G, V]
         mixed = self.block_kernel(in_block(q, first_row, rows=ROWS), keys, values, mask)  # [B, ROWS, H, V]
         own = mixed[:, rows_of(first_row, first_row + q.shape[1], ROWS)]  # [B, STEP_ROWS, H, V]
-        return self.o_proj(own.flatten(2))[:, rows]  # [B, n, D]
+        return self.output(own.flatten(2))[:, rows]  # [B, n, D]
 
 
 class Attention(SoftmaxAttention):
@@ -177,20 +182,33 @@ class Attention(SoftmaxAttention):
         self.k_proj = Linear(config.hidden_size, key_size, bias=config.bias)
         self.v_proj = Linear(config.hidden_size, key_size, bias=config.bias)
         self.o_proj = Linear(query_size, config.hidden_size, bias=config.bias)
+        self.input_factor, self.output_inputs = config.hidden_size**-0.5, query_size
+        self.factor = attention_factor(config) if config.unit_scaling else None  # None: no unit scaling
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[B, T, H, K]`, keys and values `[B, T, G, K]` of `x` `[B, T, D]`."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, K]
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, K]
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, K]
+        if self.factor is not None:
+            x = scaled(x, backward=self.input_factor)  # [B, T, D]
+        q, k, v = (linear(x) for linear in (self.q_proj, self.k_proj, self.v_proj))  # [B, T, H K], 2 x [B, T, G K]
+        if self.factor is not None:
+            q, k, v = (scaled(each, self.input_factor, self.factor) for each in (q, k, v))
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))  # [B, T, H, K], 2 x [B, T, G, K]
         q, k = self.prepare(q, k)  # [B, T, H, K], [B, T, G, K]
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)  # [B, T, H, K], [B, T, G, K]
         return q, k, v
 
+    def output(self, mixed: Tensor) -> Tensor:
+        if self.factor is None:
+            return super().output(mixed)
+        return scaled_linear(self.o_proj, scaled(mixed, forward=self.factor), self.output_inputs)
+
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries `[B, T, H, K]` and keys `[B, T, G, K]` as other kinds change them, before positions do."""
-        return q, k
+        """Return queries `[B, T, H, K]` and keys `[B, T, G, K]` as other kinds change them, before positions do.
+
+        With unit scaling scores are q k^T / K: the kernel divides by sqrt(K).
+        """
+        return q if self.factor is None else q * self.head_dim**-0.5, k
 
 
 class QKNormAttention(Attention):

@@ -163,8 +163,8 @@ def windows_of(config: ModelConfig) -> set[int | None]:
 
 
 def is_plain(config: ModelConfig) -> bool:
-    """Return whether neither embeddings nor logits are scaled or capped."""
-    return config.embedding_scale is None and config.logit_cap is None
+    """Return whether nothing but attention scores is scaled or capped."""
+    return config.embedding_scale is None and config.logit_cap is None and not config.unit_scaling
 
 
 def has_dividing_heads(config: ModelConfig) -> bool:

@@ -53,12 +53,14 @@ def round_to_format(
 
 def nearest_even(v: Tensor, fmt: NumberFormat) -> Tensor:
     """Return fp32 `v` rounded to the nearest number of `fmt`, ties to even, saturating."""
-    rounded = _nearest_even(v.clamp(-fmt.max, fmt.max), fmt)
+    rounded = nearest_number(v.clamp(-fmt.max, fmt.max), fmt)
     return rounded if fmt.has_nan else torch.where(v == v, rounded, fmt.max)
 
 
-def _nearest_even(v: Tensor, fmt: NumberFormat) -> Tensor:
-    """Let fp32 addition do the rounding, without looking at exponents (bit casts are what Inductor's C++ is slow at).
+def nearest_number(v: Tensor, fmt: NumberFormat) -> Tensor:
+    """Return `nearest_even` of `v` within the format's range; NaN stays.
+
+    Lets fp32 addition do the rounding, without looking at exponents (bit casts are what Inductor's C++ is slow at).
 
     Normal range: Veltkamp's splitting (Boldo, "Pitfalls of a full floating-point proof", IJCAR 2006: the high part is
     a nearest one), which breaks ties to even here: for v of mantissa_bits + 2 bits the parity of c * v's last
@@ -74,7 +76,7 @@ def _nearest_even(v: Tensor, fmt: NumberFormat) -> Tensor:
 def _overflowing(v: Tensor, fmt: NumberFormat) -> Tensor:
     """Round to nearest even without saturation, as IEEE 754 (E5M2) or the FN formats (E4M3) define it."""
     beyond = torch.full_like(v, float("inf") if fmt.specials == "ieee" else float("nan"))
-    rounded = _nearest_even(v.clamp(-2 * fmt.max, 2 * fmt.max), fmt)
+    rounded = nearest_number(v.clamp(-2 * fmt.max, 2 * fmt.max), fmt)
     return torch.where(rounded.abs() > fmt.max, torch.copysign(beyond, v), rounded)
 
 
