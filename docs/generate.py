@@ -311,7 +311,7 @@ def _default(field: FieldInfo) -> str:
 def methods() -> str:
     """Return the passages of a report's methods, each with when it is there, and the entries that they cite."""
     passages = [
-        f"**{passage.heading}**{'' if passage.words == 'always' else f', where {passage.words}'}: "
+        f"**{passage.heading}**{'' if passage.condition == 'always' else f', where {passage.condition}'}: "
         f"{plain(passage.text, KNOWN.values())}"
         for passage in PASSAGES
     ]
