@@ -54,9 +54,6 @@ def gradient_reduction_problems(derived: "DerivedConfig") -> list[Problem]:
 
 
 def _cast_problems(cast: CastConfig) -> Iterator[Problem]:
-    if not cast.quantizes:
-        yield Problem(f"{KEY}.format", "is high. Set a format such as e4m3, or gradient_reduction to null.")
-        return
     bits, size = cast.number_format.code_bits, cast.block_size
     if bits not in (4, 8):
         text = f"must have codes of 4 or 8 bits, which fill bytes, and has {bits}. Use e4m3, e5m2, e2m1, int8 or int4."

@@ -56,6 +56,12 @@ GRID = {"mantissa": 1, "min_exponent": 0, "max_exponent": 2}
 @pytest.mark.parametrize(("keys", "message"), [
     ({"format": GRID | {"mantissa": 8}}, r"format.mantissa=8: must be 0 to 7 bits"),
     ({"format": GRID | {"min_exponent": 3}}, r"min_exponent=3, max_exponent=2: must be -60 <= min_exponent <="),
+    ({"format": "grid_m8_e0_2_max6.0"}, r"format.mantissa=8: must be 0 to 7 bits"),
+    ({"format": "grid_m1_e3_2_max6.0"}, r"min_exponent=3, max_exponent=2: must be"),
+    ({"format": "grid_m1_e0_2_max99.0"}, r"format.max=99: must be a multiple of 2 from 4 to 6"),
+    ({"format": "grid_m1_e0_2_max6"}, r"format=grid_m1_e0_2_max6: is another spelling of grid_m1_e0_2_max6.0"),
+    ({"format": "grid_m1_e0_2_max6.0.0"}, r"must be 'high', 'e4m3'"),
+    ({"format": "high", "headroom": 0.9, "amax": "row"}, r"format: high takes no headroom, amax. Set a format"),
     ({"format": GRID | {"max": 5}}, r"format.max=5: must be a multiple of 2 from 4 to 6"),
     ({"format": GRID | {"max": 8}}, r"format.max=8: must be a multiple of 2 from 4 to 6"),
     ({"format": GRID | {"bias": 1}}, r"keys mantissa, min_exponent, max_exponent, max; unknown: bias"),

@@ -286,8 +286,9 @@ class CastConfig(Group):
     def _consistent(self) -> Self:
         if self.format == "high":
             plain = CastConfig.model_construct(source=self.source, hadamard=self.hadamard)
-            if any(getattr(self, key) != getattr(plain, key) for key in type(self).model_fields):
-                raise ValueError("format: high takes no block, scale, rounding or prescale. Set a format, or omit them")
+            if others := [key for key in type(self).model_fields if getattr(self, key) != getattr(plain, key)]:
+                text = "Set a format, or omit what it does not take"
+                raise ValueError(f"format: high takes no {', '.join(others)}. {text}")
             return self
         kind = self.scale_kind
         _ = self.rounding_kind, self.gradient_kind  # created here: Dynamo cannot trace it in a cast

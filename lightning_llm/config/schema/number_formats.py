@@ -106,7 +106,10 @@ _grids: dict[str, NumberFormat] = {}
 
 
 def number_format(name: str) -> NumberFormat:
-    """Return the format called `name`: one of `NUMBER_FORMATS`, or one named by `grid_name`. Raises KeyError."""
+    """Return the format called `name`: one of `NUMBER_FORMATS`, or one named by `grid_name`.
+
+    Raises KeyError for any other name, and ValueError for the name of a grid that cannot exist.
+    """
     found = NUMBER_FORMATS.get(name) or _grids.get(name)
     return _grid(name) if found is None else found
 
@@ -143,11 +146,18 @@ def grid_name(values: Mapping[str, Any]) -> str:
 
 
 def _grid(name: str) -> NumberFormat:
-    """Return the format with a name from `grid_name`. Raises KeyError."""
+    """Return the format with a name from `grid_name`. Raises KeyError and ValueError as `number_format`."""
     found = _GRID.fullmatch(name)
     if found is None:
         raise KeyError(name)
     mantissa, low, high = (int(each) for each in found.groups()[:3])
+    try:
+        largest = float(found.group(4))
+    except ValueError:
+        raise KeyError(name) from None
+    values = dict(zip(GRID_KEYS, (mantissa, low, high, largest), strict=True))
+    if (own := grid_name(values)) != name:
+        raise ValueError(f"format={name}: is another spelling of {own}. Use that")
     exponent_bits = (high - low + 1).bit_length()  # one code more for subnormals
-    _grids[name] = NumberFormat(name, exponent_bits, mantissa, 1 - low, float(found.group(4)), "given by the recipe")
+    _grids[name] = NumberFormat(name, exponent_bits, mantissa, 1 - low, largest, "given by the recipe")
     return _grids[name]

@@ -159,6 +159,8 @@ class GradientCodesConfig(Group):
 
     @model_validator(mode="after")
     def _is_a_cast(self) -> Self:
+        if self.format == "high":
+            raise ValueError("format: high sends no codes. Set a format such as e4m3, or gradient_reduction to null")
         _ = self.cast
         return self
 
