@@ -168,6 +168,8 @@ def test_slices_across_experts_are_rows_of_the_stack(config, tmp_path):
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise: is 0.1, but this decoder has 0.0"),
         ("mixtral", {"num_local_experts": None}, "num_local_experts: must be a whole number"),
         ("mixtral", {"sliding_window": 128}, "sliding_window: is 128"),
+        ("mixtral", {"router_aux_loss_coef": "0.02"}, "router_aux_loss_coef='0.02': must be a number of at least 0"),
+        ("qwen3_moe", {"router_aux_loss_coef": -1}, "router_aux_loss_coef=-1: must be a number of at least 0"),
         ("qwen3_moe", {"num_experts": 0}, "num_experts"),
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers=3: must be a list of layer numbers"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func: is 'softmax', but this decoder has 'sigmoid'"),

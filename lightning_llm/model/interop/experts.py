@@ -1,6 +1,7 @@
 """Mixtures of experts: MixtralForCausalLM and Qwen3MoeForCausalLM."""
 
 from collections.abc import Iterator, Mapping
+from math import inf
 from typing import Any, ClassVar
 
 from lightning_llm.base.errors import Problem
@@ -45,6 +46,13 @@ def balance_loss(values: Mapping[str, Any], default: float, per_token: int, num_
     return round((found or 0.0) * per_token / num_layers, 12)
 
 
+def coefficient_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem if `router_aux_loss_coef` is no weight of a loss."""
+    found = values.get("router_aux_loss_coef")
+    if found is not None and (type(found) not in (int, float) or not 0 <= found < inf):
+        yield Problem("config.json router_aux_loss_coef", "must be a number of at least 0.", repr(found))
+
+
 class Mixtral(Llama):
     """Llama's attention, and in each block a mixture of experts with softmax scores, normalized."""
 
@@ -86,6 +94,10 @@ class Mixtral(Llama):
             "num_experts_per_tok": kind.per_token,
             "router_aux_loss_coef": coefficient(kind, config.num_layers),
         }
+
+    def problems(self, values: Mapping[str, Any]) -> Iterator[Problem]:
+        yield from super().problems(values)
+        yield from coefficient_problems(values)
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
         per_token, layers = values["num_experts_per_tok"], values["num_hidden_layers"]
@@ -151,6 +163,7 @@ class Qwen3Moe(Qwen3):
 
     def problems(self, values: Mapping[str, Any]) -> Iterator[Problem]:
         yield from super().problems(values)
+        yield from coefficient_problems(values)
         experts = values.get("num_experts", values.get("num_local_experts"))
         if type(experts) is not int or experts < 1:
             yield Problem("config.json num_experts", "must be a whole number.", repr(experts))

@@ -313,7 +313,8 @@ def _recipe_values(source: Any) -> tuple[dict[str, Any], str]:
     if not name.endswith((ENDING, OTHER_ENDING)) and os.sep not in name:
         text = f"there is no such precision recipe.{did_you_mean(name, shipped)} Or give the path of a YAML file."
         raise ConfigError(Problem(RECIPE_KEY, text, name))
-    return _resolved(read_mapping(Path(name).expanduser(), RECIPE_KEY)), Path(name).stem
+    wanted = "Give a YAML file with the keys of a recipe."
+    return _resolved(read_mapping(Path(name).expanduser(), RECIPE_KEY, wanted)), Path(name).stem
 
 
 def _resolved(tree: DictConfig) -> dict[str, Any]:
@@ -338,6 +339,10 @@ def _with_named_casts(values: dict[str, Any]) -> dict[str, Any]:
     modules = values.get("modules")
     if not isinstance(modules, Mapping) or not modules.get("casts"):
         return values
-    tree = OmegaConf.create({"precision": values})
+    try:
+        tree = OmegaConf.create({"precision": values})
+    except OmegaConfBaseException as error:
+        text = f"has a value that no YAML file can have: {str(error).splitlines()[0]}. Write it as text."
+        raise ConfigError(Problem(RECIPE_KEY, text)) from error
     fill_named_casts(tree, lambda name: OmegaConf.create(_recipe_values(name)[0]), None)
     return dict(OmegaConf.to_container(tree.precision))  # type: ignore[arg-type]

@@ -131,7 +131,11 @@ def test_numbered_module_dicts_are_blocks_and_wrappers_do_not_change_names():
     [
         ({"recipe": "mxfp44"}, r"^recipe=mxfp44: there is no such precision recipe\. Did you mean 'mxfp8'\?"),
         ({"recipe": "bf16"}, r"^recipe=bf16: .*quantizes nothing"),
-        ({"recipe": "none.yaml"}, r"^recipe: none\.yaml does not exist"),
+        ({"recipe": "none.yaml"}, r"^recipe: none\.yaml does not exist\. Give a YAML file"),
+        (
+            {"recipe": {"compute_dtype": torch.bfloat16, "modules": {"casts": [{"recipe": "mxfp8"}]}}},
+            r"^recipe: has a value that no YAML file can have: .*'dtype'",
+        ),
         ({"recipe": {"compute_dtype": "bf16", "fpropp": 1}}, r"^precision\.fpropp: unknown key\. Did you mean 'fprop'"),
         ({"recipe": 3}, r"^recipe: is of type int\. Give"),
         ({"keep": "*"}, r"^recipe=mxfp8: would quantize none of 7 .*layers\.\*\.up, layers\.\*\.down, lm_head"),
