@@ -17,6 +17,7 @@ from lightning_llm.model.auxiliary import Counts
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.parallel.apply import compile_blocks
 
 EXPERTS, PER_TOKEN, INNER = 8, 2, 256
 BALANCE_LOSS = 0.01
@@ -27,8 +28,8 @@ TARGET, RECIPE_TARGET = ">= 1.2", "<= 1.3"
 ROUNDS, STEPS = 5, 2
 
 
-def our_step(shape: Shape, dtype: torch.dtype) -> Step:
-    """Return a function that makes one step of `moe_tiny` in the plain loop; blocks with experts are not compiled."""
+def our_step(shape: Shape, compiled: bool, dtype: torch.dtype) -> Step:
+    """Return a function that makes one step of `moe_tiny` in the plain loop."""
     kind = "model.blocks.moe.feed_forward"
     run = config(
         f"{kind}.z_loss=0",
@@ -39,6 +40,8 @@ def our_step(shape: Shape, dtype: torch.dtype) -> Step:
     )
     model = Decoder(run.model, dtype)
     initialise(model, 0)
+    if compiled:
+        compile_blocks(model.blocks)
     tokens, labels = random_batch(shape)
     routers = [module for module in model.modules() if isinstance(module, Counts)]
 

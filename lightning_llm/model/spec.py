@@ -151,8 +151,8 @@ class Part(Group):
     hold. "sum": a sum over columns or heads. A tuple of names declares neither, and is rejected with parallel.tp > 1.
     The step adds the mean over micro-batches and other ranks to its objective and records `auxiliary/NAME`."""
 
-    why_not_compiled: ClassVar[str | None] = None
-    """Why torch.compile cannot take its block; None if it can."""
+    why_compiled_on_request: ClassVar[str | None] = None
+    """Why its block is compiled only under `parallel.compile=true`, not by default on CUDA; None if by default too."""
 
     def linears(self, model: ModelConfig) -> list[LinearSpec]:
         """Return the part's linear layers, in the order of the module's children and with their names."""

@@ -5,6 +5,7 @@ Every rank initializes only its own shards, from the meta device to memory, so n
 (`materialise`).
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -88,9 +89,7 @@ def apply_parallel(
         for axis in axes_on_ranks(layout):
             axis.cut(stage)
         place_shards(stage, layout, sequence_length, device)
-        checkpoint_blocks(stage.blocks, layout.config)  # within the graph, so that the recomputation is compiled too
-        if layout.config.compile:
-            compile_blocks(stage.blocks)
+        recompute_and_compile(stage.blocks, layout.config)
         scatters = []
         if layout.shards:
             gathered, reduce = DTYPES[precision.gather_dtype], DTYPES[precision.reduce_dtype]
@@ -100,6 +99,20 @@ def apply_parallel(
             gather_codes(stage, layout, DTYPES[precision.compute_dtype])
         syncs.append(GradientSync(stage, layout, scatters))
     return syncs
+
+
+def recompute_and_compile(blocks: Mapping[str, nn.Module], config: ParallelConfig) -> None:
+    """Make blocks recompute their forward pass and compile them, in place, as `config` says.
+
+    A recomputation is within a block's graph, so that it is compiled too. Torch cannot break a graph within a
+    recomputation: blocks that break theirs recompute compiled functions instead.
+    """
+    broken = {name: block for name, block in blocks.items() if _eager_modules(block)}
+    if config.compile:
+        compile_blocks(broken)
+    checkpoint_blocks(blocks, config)
+    if config.compile:
+        compile_blocks({name: block for name, block in blocks.items() if name not in broken})
 
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -171,6 +184,25 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 def compile_blocks(blocks: Mapping[str, nn.Module]) -> None:
-    """Compile each block in place: equal blocks share one graph, so a deep model compiles as fast as a shallow one."""
+    """Compile each block in place: equal blocks share one graph, so a deep model compiles as fast as a shallow one.
+
+    A block with modules that break the graph (`breaks_graph`) is compiled around them.
+    """
     for block in blocks.values():
-        block.compile()
+        eager = _eager_modules(block)
+        for module in eager:
+            module.__class__ = _uncompiled(type(module))
+        if eager:
+            block.forward = torch.compile(block.forward)
+        else:
+            block.compile()
+
+
+def _eager_modules(block: nn.Module) -> list[nn.Module]:
+    return [module for module in block.modules() if getattr(module, "breaks_graph", False)]
+
+
+@functools.cache
+def _uncompiled(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return `kind` with a forward pass that is not compiled: one function for all its modules, which share graphs."""
+    return type(kind.__name__, (kind,), {"forward": torch.compiler.disable(kind.forward)})

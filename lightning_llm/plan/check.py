@@ -21,7 +21,7 @@ from lightning_llm.plan.degrees import Degrees, checkpointing_problems, fit_prob
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.gradient_codes import gradient_reduction_problems
 from lightning_llm.plan.memory.buffers import parameter_gather_problems, weight_cast_problems
-from lightning_llm.plan.resolve import DerivedConfig, Plan, compiler_failure, uncompiled_part
+from lightning_llm.plan.resolve import DerivedConfig, Plan, compiler_failure
 from lightning_llm.plan.teachers import teacher_problems
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.module_rules import (
@@ -256,13 +256,10 @@ def _native_problems(derived: DerivedConfig) -> list[Problem]:
 def _compiler_problems(config: Config, degrees: Degrees) -> list[Problem]:
     if not config.parallel.compile:
         return []
-    checkpointing = "parallel.activation_checkpoint=selective or none, or parallel.compile=false"
-    reasons = {
-        uncompiled_part(config.model): "parallel.compile=false",
-        compiler_failure(config.parallel, degrees): checkpointing,
-    }
-    found = ((reason, remedy) for reason, remedy in reasons.items() if reason is not None)
-    return [Problem("parallel.compile", f"is true, but {reason}. Set {remedy}.") for reason, remedy in found]
+    if (reason := compiler_failure(config.parallel, degrees)) is None:
+        return []
+    remedy = "parallel.activation_checkpoint=selective or none, or parallel.compile=false"
+    return [Problem("parallel.compile", f"is true, but {reason}. Set {remedy}.")]
 
 
 def evaluation_problems(config: Config, degrees: Degrees | None) -> Iterator[Problem]:

@@ -47,16 +47,16 @@ def compile_note(config: Config, degrees: Degrees, capability: Capability) -> st
 
 
 def why_not(config: Config, degrees: Degrees, capability: Capability) -> str | None:
-    """Return why blocks cannot be compiled on the device of `capability`; None if no reason is known."""
-    return capability.no_compiler or uncompiled_part(config.model) or compiler_failure(config.parallel, degrees)
+    """Return why blocks are not compiled by default on the device of `capability`; None without a known reason."""
+    return capability.no_compiler or compiled_on_request(config.model) or compiler_failure(config.parallel, degrees)
 
 
-def uncompiled_part(model: ModelConfig) -> str | None:
-    """Return why a part of the model's blocks cannot be compiled; None if all can."""
+def compiled_on_request(model: ModelConfig) -> str | None:
+    """Return why the model's blocks are compiled only under `parallel.compile=true`; None if by default on CUDA too."""
     for index in range(len(model.layers or DEFAULT_LAYERS)):
         for part in block_parts(model, index).values():
-            if part.why_not_compiled is not None:
-                return f"in block '{model.layer_name(index)}', {part.why_not_compiled}"
+            if part.why_compiled_on_request is not None:
+                return f"in block '{model.layer_name(index)}', {part.why_compiled_on_request}"
     return None
 
 

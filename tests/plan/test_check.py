@@ -201,14 +201,6 @@ def test_a_checkpointing_list_of_wrong_length_is_reported(modes, compiled):
         check_config(compose_config([*words, f"parallel.activation_checkpoint_layers={modes}"]))
 
 
-def test_the_remedy_for_compiled_experts_works():
-    words = ["model=moe_tiny", "parallel.compile=true"]
-    with pytest.raises(ConfigError, match=r"depend on the data\. Set parallel\.compile=false\."):
-        check_config(compose_config(words))
-    check_config(compose_config([*words, "parallel.compile=false"]))
-    check_config(compose_config(["model=moe_tiny", "trainer.compile=true", "parallel.compile=false"]))
-
-
 def test_blocks_recomputed_whole_under_cp_and_tp_are_not_compiled():
     words = ["parallel=fsdp_cp_tp", "trainer.devices=8", "data.global_batch_size=16", "trainer.compile=true"]
     with pytest.raises(ConfigError, match=r"parallel.compile: is true, but torch's compiler fails .* cp=2 and tp=2"):

@@ -42,6 +42,8 @@ def plan_of(*words: str, device=CPU) -> Plan:
         (BARE, ("trainer.compile=false",), False, None),
         (CPU, ("trainer.compile=true",), True, None),
         (BARE, ("parallel.compile=true",), True, None),  # which a run refuses
+        (H100, ("model=moe_tiny",), False, "parallel.compile=true tries it)"),
+        (H100, ("model=moe_tiny", "parallel.compile=true"), True, None),
         (H100, WHOLE, False, "fully recomputed blocks under cp=2 and tp=2 together"),
     ],
 )

@@ -57,7 +57,7 @@ class MoE(FeedForward):
     auxiliary_losses: ClassVar[Mapping[str, AuxiliaryReduction]] = {BALANCE: "mean", ROUTER_Z: "mean"}
 
     context_parallel: ClassVar[bool] = False
-    why_not_compiled: ClassVar[str | None] = "the sizes of experts' products depend on the data"
+    why_compiled_on_request: ClassVar[str | None] = "experts run outside of the graphs (parallel.compile=true tries it)"
 
     kind: Literal["moe"] = "moe"
     experts: PositiveInt = Field(8, description="number of experts")
@@ -171,7 +171,7 @@ class MoE(FeedForward):
         there = MemoryPass(width * d * (1 + k), width * d * (1 + 4 * k), k)  # backward: also the sum of gate's and up's
         back = MemoryPass(width * d * (k + 1) + 2 * wide * d * k, 2 * width * d * k + 2 * wide * d * k, 3 * k)
         activation = SwiGLU().memory_passes(
-            model.model_copy(update={"ffn_hidden_size": k * self.inner(model)}), width, compiled
+            model.model_copy(update={"ffn_hidden_size": k * self.inner(model)}), width, compiled=False
         )
         shared = SwiGLU().memory_passes(self.shared(model), width, compiled) if self.shared_experts else []
         return [routing, there, *activation, back, *shared]

@@ -31,6 +31,7 @@ class Experts(nn.Module):
     """The SwiGLUs of E experts. A tensor-parallel rank holds whole experts, from number `first` on."""
 
     first = 0
+    breaks_graph = True  # compiled blocks run this module as it is, because sizes of products depend on the data
 
     def __init__(self, experts: int, hidden_size: int, inner: int):
         super().__init__()
