@@ -4,13 +4,16 @@ All by the CPU time of one thread, with 8 experts of which a token passes 2.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.peers import DTYPES, Step, loop_step
 from benchmarks.precision import TINY, training_step
+from benchmarks.roofline import PARTS
 from benchmarks.rotation import Row, interleaved_minima, stepping
 from benchmarks.shape import Shape, config, random_batch
 from lightning_llm.model.auxiliary import Counts
@@ -24,6 +27,7 @@ BALANCE_LOSS = 0.01
 """Weight of the load-balancing loss, which all contenders add; ours without a z-loss, which the others do not have."""
 PEERS = ("Mixtral", "Qwen3Moe")
 RECIPES = ("mxfp8", "nvfp4")
+HOW = ("eager", "compiled")
 TARGET, RECIPE_TARGET = ">= 1.2", "<= 1.3"
 ROUNDS, STEPS = 5, 2
 
@@ -101,17 +105,59 @@ def measure() -> Iterator[Row]:
 
 def _loops() -> Iterator[Row]:
     """Yield the milliseconds of a step of each contender in the plain loop, and our ratios to the faster peer."""
-    ours = {name: stepping(our_step(TINY, dtype)) for name, dtype in DTYPES.items()}
-    theirs: dict[str, dict[str, Iterator[None]]] = {}
-    for name, how in (("bf16", "eager"), ("bf16", "compiled"), ("fp32", "eager")):
-        made = {peer: stepping(peer_step(peer, TINY, how == "compiled", DTYPES[name])) for peer in PEERS}
-        theirs[f"{name}, {how}"] = made
-    for title, made in theirs.items():
-        best = interleaved_minima(made | {"ours": ours[title[:4]]}, ROUNDS, STEPS, clock=time.process_time)
-        for peer in PEERS:
-            yield f"{peer}, {title}: CPU ms per step", best[peer] * 1e3, ""
-        yield f"ours, eager, beside {title}: CPU ms per step", best["ours"] * 1e3, ""
-        yield f"ours, eager, over the faster one, {title}", min(best[peer] for peer in PEERS) / best["ours"], TARGET
+    for name, dtype in DTYPES.items():
+        steps = {how: our_step(TINY, how == "compiled", dtype) for how in HOW}
+        fastest = {}
+        for how in HOW:
+            made = {peer: stepping(peer_step(peer, TINY, how == "compiled", dtype)) for peer in PEERS}
+            ours = {f"ours, {each}": stepping(steps[each]) for each in HOW[: 1 + HOW.index(how)]}
+            best = interleaved_minima(made | ours, ROUNDS, STEPS, clock=time.process_time)
+            fastest[how] = min(best[peer] for peer in PEERS)
+            for each, seconds in best.items():
+                yield f"{each}, beside {name}, {how}: CPU ms per step", seconds * 1e3, ""
+            for each in ours:
+                yield f"{each}, over the faster one, {name}, {how}", fastest[how] / best[each], TARGET
+        if name == "fp32":
+            yield from _limits(steps["eager"], fastest)
+
+
+def _limits(step: Step, fastest: Mapping[str, float]) -> Iterator[Row]:
+    """Yield CPU milliseconds of products, ours and theirs, and the ratios if our other operators took no time."""
+    ours = cpu_seconds_by_part(step)
+    theirs = cpu_seconds_by_part(peer_step("Mixtral", TINY, False, torch.float32))
+    for whose, parts in {"ours": ours, "Mixtral": theirs}.items():
+        for part, seconds in parts.items():
+            yield f"{whose}, fp32, eager: CPU ms of {part}", seconds * 1e3, ""
+    for how, seconds in fastest.items():
+        title = f"ours without other operators, over the faster one, fp32, {how}"
+        yield title, seconds / sum(ours.values()), ""
+
+
+class _CpuSeconds(TorchDispatchMode):
+    """CPU seconds of the operators of each of `roofline.PARTS`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = time.process_time()
+        out = func(*args, **(kwargs or {}))
+        spent, name = time.process_time() - start, func.name()
+        part = next((part for part, begins in PARTS.items() if name.startswith(begins)), None)
+        if part is not None:
+            self.seconds[part] += spent
+        return out
+
+
+def cpu_seconds_by_part(step: Step) -> dict[str, float]:
+    """Return the least CPU seconds of several steps by part; other operators are left out."""
+    found = []
+    for _ in range(ROUNDS * STEPS):
+        with _CpuSeconds() as counted:
+            step()
+        found.append(counted.seconds)
+    return {part: min(each[part] for each in found) for part in PARTS}
 
 
 def _recipes() -> Iterator[Row]:

@@ -20,7 +20,9 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     (
         "experts",
         "*fp32*",
-        "In fp32 matrix products are more than half of a step, in the same library for all programs.",
+        "In fp32, linear layers take 296 ms of our step and 303 ms of Mixtral's, in the same library, and attention 97 "
+        "and 93 ms. If all our operators except these, the loss and AdamW took no time, the ratios would be 1.31 "
+        "(eager) and 1.11 (compiled).",
     ),
     (
         "casts",

@@ -17,7 +17,7 @@ from benchmarks.rotation import Row
 from benchmarks.shape import Shape
 
 PARTS = {
-    "linears": ("aten::mm", "aten::addmm", "lightning_llm::wide"),
+    "linears": ("aten::mm", "aten::addmm", "aten::_grouped_mm", "lightning_llm::wide"),
     "attention": ("aten::bmm", "aten::_softmax", "aten::_scaled_dot_product", "lightning_llm::short_attention"),
     "loss": ("aten::_log_softmax", "aten::nll_loss"),
     "optimizer": ("aten::_fused_adamw",),

@@ -19,12 +19,14 @@ from lightning_llm.model.experts.router import wide_dtype
 class Placement(NamedTuple):
     """The row of each choice, int64 `[M, k]`; `groups.total` for a choice that no local expert takes.
 
-    `spare`: 1 if there may be such choices, so that they need a row to be written to.
+    `spare`: 1 if there may be such choices, so that they need a row to be written to. `one_to_one`: each choice has
+    a row, and each row a choice.
     """
 
     rows: Tensor
     groups: Groups
     spare: int
+    one_to_one: bool
 
 
 @torch.no_grad()
@@ -44,12 +46,13 @@ def place(
     starts = torch.searchsorted(by_expert, torch.arange(experts + 1, device=flat.device))  # [E + 1]
     sizes = -(-starts.diff() // multiple) * multiple  # [E]
     all_here = kept is None and experts == (of or experts)
-    total = _total(sizes, len(flat), is_known=all_here and multiple == 1)
+    one_to_one = all_here and multiple == 1
+    total = _total(sizes, len(flat), is_known=one_to_one)
     begins = torch.cat([sizes.cumsum(0) - sizes, sizes.new_zeros(1)])  # [E + 1]
     placed = begins[by_expert] + torch.arange(len(flat), device=flat.device) - starts[by_expert]
     rows = torch.empty_like(flat)
     rows[order] = torch.where(by_expert < experts, placed, total)
-    return Placement(rows.view_as(chosen), Groups(sizes, total), int(not all_here))
+    return Placement(rows.view_as(chosen), Groups(sizes, total), int(not all_here), one_to_one)
 
 
 def _total(sizes: Tensor, choices: int, *, is_known: bool) -> int:
@@ -63,49 +66,64 @@ class _Dispatch(torch.autograd.Function):
     """Rows `[R, D]` of tokens `[M, D]`; rows that fill up a group are zeros."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, total: int, spare: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, placement: Placement) -> Tensor:
+        rows, groups, spare, one_to_one = placement
         ctx.save_for_backward(rows)
         ctx.spare = spare
-        sent = x.new_zeros(total + spare, x.shape[1])
+        if one_to_one:
+            return x.index_select(0, _choices(rows) // rows.shape[1])
+        sent = x.new_zeros(groups.total + spare, x.shape[1])
         for slot in rows.unbind(1):
             sent[slot] = x
-        return sent[:total]
+        return sent[: groups.total]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
-        return _sum_of_rows(gradient, rows, None, ctx.spare), None, None, None
+        return _sum_of_rows(gradient, rows, None, ctx.spare), None
 
 
 class _Combine(torch.autograd.Function):
     """The sums `[M, D]` of each token's rows times their weights `[M, k]`."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, weights: Tensor, rows: Tensor, spare: int) -> Tensor:
-        ctx.save_for_backward(outputs, weights, rows)
-        ctx.spare = spare
-        return _sum_of_rows(outputs, rows, weights, spare)
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor, placement: Placement) -> Tensor:
+        ctx.save_for_backward(outputs, weights, placement.rows)
+        ctx.spare, ctx.one_to_one = placement.spare, placement.one_to_one
+        return _sum_of_rows(outputs, placement.rows, weights, placement.spare)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         outputs, weights, rows = ctx.saved_tensors
-        wide, total = gradient.to(weights.dtype), len(outputs)
-        of_outputs = outputs.new_zeros(total + ctx.spare, outputs.shape[1])
+        wide = gradient.to(weights.dtype)
+        if ctx.one_to_one and outputs.dtype == wide.dtype:  # the same products, without a copy of `outputs` per choice
+            choices = _choices(rows)
+            of_rows = wide.index_select(0, choices // rows.shape[1])  # [R, D]
+            of_weights = (of_rows * outputs).sum(-1)[rows]
+            return of_rows.mul_(weights.flatten()[choices, None]).to(outputs.dtype), of_weights, None
+        of_outputs = outputs.new_zeros(len(outputs) + ctx.spare, outputs.shape[1])
         of_weights = torch.empty_like(weights)
         for index, slot in enumerate(rows.unbind(1)):
             of_outputs[slot] = (weights[:, index, None] * wide).to(outputs.dtype)
             of_weights[:, index] = (wide * _rows(outputs, slot, ctx.spare).to(wide.dtype)).sum(-1)
-        return of_outputs[:total], of_weights, None, None
+        return of_outputs[: len(outputs)], of_weights, None
+
+
+def _choices(rows: Tensor) -> Tensor:
+    """Return the choice in each row, int64 `[R]`, numbered row-major: the inverse of `rows` `[M, k]`."""
+    choices = torch.empty_like(rows).flatten()
+    choices[rows.flatten()] = torch.arange(len(choices), device=rows.device)
+    return choices
 
 
 def _sum_of_rows(values: Tensor, rows: Tensor, weights: Tensor | None, spare: int) -> Tensor:
     """Return `[M, D]` in the dtype of `values` `[R, D]`: the sums over k of rows, times `weights`, in fp32."""
     total = values.new_zeros(len(rows), values.shape[1], dtype=wide_dtype(values))
     for index, slot in enumerate(rows.unbind(1)):
-        each = _rows(values, slot, spare).to(total.dtype)
-        total += each if weights is None else weights[:, index, None] * each
+        each = _rows(values, slot, spare).to(total.dtype)  # a copy
+        total += each if weights is None else each.mul_(weights[:, index, None])
     return total.to(values.dtype)
 
 
@@ -121,11 +139,11 @@ def _rows(values: Tensor, slot: Tensor, spare: int) -> Tensor:
 
 def dispatch(x: Tensor, placement: Placement) -> Tensor:
     """Return the rows `[R, D]` of all local experts for tokens `x` `[M, D]`."""
-    sent: Tensor = _Dispatch.apply(x, placement.rows, placement.groups.total, placement.spare)
+    sent: Tensor = _Dispatch.apply(x, placement)
     return sent
 
 
 def combine(outputs: Tensor, weights: Tensor, placement: Placement) -> Tensor:
     """Return `[M, D]` of the experts' `outputs` `[R, D]` and the choices' `weights` `[M, k]`."""
-    y: Tensor = _Combine.apply(outputs, weights, placement.rows, placement.spare)
+    y: Tensor = _Combine.apply(outputs, weights, placement)
     return y
