@@ -115,8 +115,8 @@ def swap_linears(
                 made_by = {rule: LinearPlan.from_recipe(first, backend, rule) for rule in dict.fromkeys(rules)}
                 plans = [made_by[rule] for rule in rules]
                 grouped = name, module, plans, multiple
-                made = _native_grouped(*grouped, sharded) if native else QuantizedGroupedLinear(*grouped)
-                _replace(model, name, made)
+                experts_made = _native_grouped(*grouped, sharded) if native else QuantizedGroupedLinear(*grouped)
+                _replace(model, name, experts_made)
         elif reasons[name] is None or emulate:
             rule = rule_in_effect(name, first, num_layers)
             plan = LinearPlan.from_recipe(first, backend, rule) if reasons[name] is None else unquantized
