@@ -191,7 +191,7 @@ def compile_blocks(blocks: Mapping[str, nn.Module]) -> None:
     for block in blocks.values():
         eager = _eager_modules(block)
         for module in eager:
-            module.__class__ = _uncompiled(type(module))
+            module.__class__ = _uncompiled(type(module))  # type: ignore[arg-type]
         if eager:
             block.forward = torch.compile(block.forward)
         else:
