@@ -27,7 +27,8 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     (
         "casts",
         "two candidates*",
-        "Every element is rounded once per candidate and once more at the end. Its error takes a product in fp64, and "
-        "is stored, because errors are added in Transformer Engine's order.",
+        "Every element is rounded once per candidate, and its error is added in Transformer Engine's order, before the "
+        "cast itself. Both candidates take 2.1 ms; the target leaves 0.8 ms, less than one of them. With products in "
+        "fp64 and stored errors it was 4.27.",
     ),
 )

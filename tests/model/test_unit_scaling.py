@@ -63,12 +63,12 @@ def test_linears_see_operands_of_unit_deviation(built):
     seen = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            module.register_forward_hook(lambda _, x, y, name=name: seen.update({name: [x[0].std()]}))
-            module.register_full_backward_hook(lambda _, dx, dy, name=name: seen[name].append(dy[0].std()))
+            module.register_forward_hook(lambda _, x, y, name=name: seen.update({name: [x[0].detach().std()]}))
+            module.register_full_backward_hook(lambda _, dx, dy, name=name: seen[name].append(dy[0].detach().std()))
     model(tokens).backward(torch.nn.functional.pad(gradient, (0, 6)))
     for name, (x, dy) in seen.items():
-        assert 0.5 < float(x) < 2, name
-        assert (0.05 if name.endswith(("q_proj", "k_proj")) else 0.5) < float(dy) < 2, name
+        assert 0.5 < x.item() < 2, name
+        assert (0.05 if name.endswith(("q_proj", "k_proj")) else 0.5) < dy.item() < 2, name
 
 
 def test_generation_step_by_step_gives_the_same_logits(built):
