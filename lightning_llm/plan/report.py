@@ -21,9 +21,10 @@ from lightning_llm.config.weight_folders import TOKENIZER, UNNAMED
 from lightning_llm.data.report import planned_phases
 from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.attention.latent_kind import LatentAttention
+from lightning_llm.model.experts.kinds import MoE
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.interop.families import architecture, without_counterpart
-from lightning_llm.model.structure import experts_by_linear, linear_names, mixer_of, parameter_shapes
+from lightning_llm.model.structure import experts_by_linear, feed_forward_of, linear_names, mixer_of, parameter_shapes
 from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.checkpoints import disk_facts, disk_notes, disk_row
 from lightning_llm.plan.describe import cost_facts, layout_facts, layout_rows, memory_rows, sent_rows, traffic_row
@@ -331,6 +332,16 @@ def known_issues(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     return [f"note   here {text}" for rule in RULES for text in rule(plan, environment)]
 
 
+def _mixture_notes(kind: MoE) -> Iterator[str]:
+    rate = kind.router.bias_update_rate
+    if rate is not None and kind.balance_loss:
+        text = "both push experts towards equal loads. Set one of them to 0 or null to see the effect of the other"
+        yield f"note   router.bias_update_rate={rate:g} and balance_loss={kind.balance_loss:g} {text}"
+    if kind.capacity_factor is not None and kind.capacity_factor < 1:
+        share = f"{1 - kind.capacity_factor:.3g} of all choices, even with equal loads"
+        yield f"note   capacity_factor={kind.capacity_factor:g} drops at least {share}; moe/dropped has the share"
+
+
 def notes(plan: Plan, *, to_train: bool) -> list[str]:
     """Return notes on settings that are allowed but may surprise, one line each. `to_train`: the run starts here."""
     config = plan.config
@@ -349,6 +360,8 @@ def notes(plan: Plan, *, to_train: bool) -> list[str]:
     if (reduction := reduction_note(config, plan.degrees)) is not None:
         found.append(reduction)
     found += law_notes(config.step_law)
+    kinds = (feed_forward_of(config.model, index) for index in range(config.model.num_layers))
+    found += dict.fromkeys(note for kind in kinds if isinstance(kind, MoE) for note in _mixture_notes(kind))
     if (judged := _hardware_note(plan, to_train)) is not None:
         found.append(judged)
     return [*found, *known_issues(plan, os.environ), *(disk_notes(config) if to_train else ())]

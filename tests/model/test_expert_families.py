@@ -166,6 +166,8 @@ def test_slices_across_experts_are_rows_of_the_stack(config, tmp_path):
     ("name", "changes", "text"),
     [
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise: is 0.1, but this decoder has 0.0"),
+        ("mixtral", {"scoring_func": "sigmoid"}, "scoring_func: is 'sigmoid', but this decoder has 'softmax'"),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func: is 'sigmoid', but this decoder has 'softmax'"),
         ("mixtral", {"num_local_experts": None}, "num_local_experts: must be a whole number"),
         ("mixtral", {"sliding_window": 128}, "sliding_window: is 128"),
         ("mixtral", {"router_aux_loss_coef": "0.02"}, "router_aux_loss_coef='0.02': must be a number of at least 0"),

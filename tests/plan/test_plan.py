@@ -287,3 +287,12 @@ def test_a_warm_up_longer_than_the_run_is_noted_for_every_schedule(more):
         )
 
     assert [said(100), said(60), said(59)] == [True, True, False]
+
+
+def test_mixtures_that_push_twice_or_drop_choices_at_equal_loads_are_noted():
+    keys = ["router.bias_update_rate=0.001", "capacity_factor=0.5"]
+    words = ["model=moe_tiny", *(f"model.blocks.moe.feed_forward.{key}" for key in keys)]
+    found = "\n".join(notes(plan_of(compose_config(words)), to_train=False))
+    assert "router.bias_update_rate=0.001 and balance_loss=0.01 both push" in found
+    assert "capacity_factor=0.5 drops at least 0.5 of all choices" in found
+    assert "push" not in "\n".join(notes(plan_of(compose_config(words[:1])), to_train=False))

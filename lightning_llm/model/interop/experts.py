@@ -66,6 +66,7 @@ class Mixtral(Llama):
         "attention_bias": (False,),
         "sliding_window": (None,),
         "router_jitter_noise": (0.0, 0),
+        "scoring_func": ("softmax",),
     }
     not_null: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "num_key_value_heads")
     heads_divide: ClassVar[bool] = False
@@ -128,6 +129,7 @@ class Qwen3Moe(Qwen3):
     model_type: ClassVar[str] = "qwen3_moe"
     shape: ClassVar[str] = "Qwen3-MoE (Qwen3 with mixtures of experts, softmax scores)"
     sizes: ClassVar[tuple[str, ...]] = (*LLAMA_SIZES, "num_experts_per_tok", "moe_intermediate_size")
+    wanted: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Qwen3.wanted, "scoring_func": ("softmax",)}
     aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
     not_null: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "norm_topk_prob", "decoder_sparse_step")
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
