@@ -86,10 +86,12 @@ def start_up_check(recipe: PrecisionConfig) -> Iterator[Row]:
 
     With biases another kernel casts and sums dY; with experts one call casts the rows of several.
     """
-    for how, given in (("", {}), (" with biases", {"bias": True}), (" with experts", {"experts": True})):
+    for how in ("", " with biases", " with experts"):
         what = f"{recipe.name}: start-up check{how}"
         try:
-            unchecked = check_native_casts(recipe, torch.device(setting.DEVICE), **given)
+            unchecked = check_native_casts(
+                recipe, torch.device(setting.DEVICE), how == " with biases", experts=how == " with experts"
+            )
         except ConfigError as error:
             yield judged(what, 0.0, "", False, "; ".join(each.text for each in error.problems))
         else:

@@ -128,9 +128,9 @@ def channel_outliers(model: Passes) -> dict[str, dict[str, dict[str, Any]]]:
     `model.high()` must have run. Operands that are zero or not finite are left out.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for name, layer in model.layers.items():
+    for name in model.layers:
         kept = model.tensors[name]
-        operands = {"x": kept.x, "w": layer.matrix, "dy": kept.dy}
+        operands = {"x": kept.x, "w": model.matrix(name), "dy": kept.dy}
         measured = {key: ChannelFigures.of(each) for key, each in operands.items() if each is not None}
         found[name] = {key: asdict(each) for key, each in measured.items() if each is not None}
     return found

@@ -117,7 +117,7 @@ def local_sums(model: Passes, keys: int) -> dict[str, dict[str, Sums]]:
         kept = model.tensors[name]
         if kept.x is None or kept.dy is None:
             continue
-        operands = kept.x.float(), layer.matrix.detach().to(kept.x.dtype).float(), kept.dy.float()
+        operands = kept.x.float(), model.matrix(name).to(kept.x.dtype).float(), kept.dy.float()
         plan = replace(layer.plan, observe=None)
         whole = model.recipe.casts_under(plan.rule)
         exact = _products(plan, UNQUANTIZED_CASTS, operands, None, None)

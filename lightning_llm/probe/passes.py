@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.precision.linear.delayed import load_delayed_state, update_delayed
+from lightning_llm.precision.linear.grouped import QuantizedGroupedLinear
 from lightning_llm.precision.linear.module import (
     QuantizedLinear,
     high_precision_forward,
@@ -52,7 +52,8 @@ class Passes(ABC):
 
     Attributes:
         layers: {name: layer} of the layers that the recipe quantizes.
-        weight_names: {name of a layer: name of its weight among the model's parameters}.
+        weight_names: {name of a layer: name of its weight among the gradients of a `Pass`}, for an expert that of its
+            part of the weight that all experts of a linear share.
         tensors: {name of a layer: its operands in the unquantized pass}, set by `high`.
     """
 
@@ -65,14 +66,33 @@ class Passes(ABC):
         for parameter in floating:
             parameter.requires_grad_(True)
         self.device = floating[0].device
-        self.layers = {layer.name: layer for layer in quantized_layers(model) if not layer.plan.fixed}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        if experts := [name for name, layer in self.layers.items() if id(layer.weight) not in names]:
-            text = f"casts {experts[0]} and other experts, which share a weight, and probing measures whole weights. "
-            raise ConfigError(Problem("precision.modules.exclude", f"{text}Add '*.experts.*' to it."))
-        self.weight_names = {name: names[id(layer.weight)] for name, layer in self.layers.items()}
+        self._stacks: dict[str, list[str]] = {}
+        """{name of a weight of all experts: names of its parts, in order}."""
+        self._of_experts: dict[str, tuple[nn.Parameter, int]] = {}
+        """{name of an expert's layer: (weight of all experts, the expert's number)}."""
+        for module in model.modules():
+            if isinstance(module, QuantizedGroupedLinear):
+                own = [expert.place for expert in module.experts]  # the name that rules see
+                self._stacks[names[id(module.weight)]] = [f"{name}.weight" for name in own]
+                self._of_experts |= {name: (module.weight, number) for number, name in enumerate(own)}
+        every = (layer for layer in quantized_layers(model) if not layer.plan.fixed)
+        self.layers = {layer.place if layer.place in self._of_experts else layer.name: layer for layer in every}
+        self._names = {id(layer): name for name, layer in self.layers.items()}
+        self.weight_names = {
+            name: f"{name}.weight" if name in self._of_experts else names[id(layer.weight)]
+            for name, layer in self.layers.items()
+        }
         self.loss_scale = 1.0
         self.tensors: dict[str, LayerTensors] = {}
+
+    def matrix(self, name: str) -> Tensor:
+        """Return the weight [N, K] of layer `name`, without a gradient."""
+        if name not in self._of_experts:
+            return self.layers[name].matrix.detach()
+        weight, number = self._of_experts[name]
+        rows = self.layers[name].out_features
+        return weight.detach().narrow(0, number * rows, rows)
 
     @abstractmethod
     def loss(self, batch: Any) -> Tensor:
@@ -130,17 +150,18 @@ class Passes(ABC):
             return
         known = {name: dict(its) for name, its in (state or {}).items()}
         missing = set(load_delayed_state(self.model, known))
-        kept = {layer.name: (layer.scale, layer.amax_history) for layer in delayed if layer.name not in missing}
+        kept = [(layer, layer.scale, layer.amax_history) for layer in delayed if layer.name not in missing]
         for layer in delayed:
-            seen = self.tensors[layer.name]
-            amaxes = {"x": seen.x_amax, "w": float(layer.weight.detach().abs().amax()), "dy": seen.dy_amax}
+            name = self._names[id(layer)]
+            seen, largest = self.tensors[name], float(self.matrix(name).abs().amax())
+            amaxes = {"x": seen.x_amax, "w": largest, "dy": seen.dy_amax}
             length = layer.delayed_config().history_length
             layer.scale = torch.ones(len(ROLES), device=self.device)
             layer.amax_history = torch.zeros(length, len(ROLES), device=self.device)
             layer.amax_history[0] = torch.tensor([amaxes[role] for role in ROLES])
         update_delayed(self.model)
-        for name, (scale, history) in kept.items():
-            self.layers[name].scale, self.layers[name].amax_history = scale, history
+        for layer, scale, history in kept:
+            layer.scale, layer.amax_history = scale, history
 
     def quantized(self, key: int, recipe: PrecisionConfig | None = None, kept: frozenset[str] = frozenset()) -> Pass:
         """Run and return the pass with the casts of `recipe` in every layer except the unquantized ones, `kept`.
@@ -168,6 +189,9 @@ class Passes(ABC):
             name: p.grad.float() / self.loss_scale for name, p in self.model.named_parameters() if p.grad is not None
         }
         self.model.zero_grad(set_to_none=True)
+        for name, parts in self._stacks.items():
+            if (stack := found.pop(name, None)) is not None:
+                found |= zip(parts, stack.chunk(len(parts)), strict=True)
         return Pass(loss, found)
 
     @contextmanager
@@ -195,7 +219,7 @@ class Passes(ABC):
     def _capture(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if not isinstance(layer, QuantizedLinear):
             raise TypeError(f"only quantised layers are captured, not {type(layer).__name__}")
-        kept = self.tensors[layer.name]
+        kept = self.tensors[self._names[id(layer)]]
         x = inputs[0].detach().to(output.dtype).flatten(0, -2)  # [M, K], in the dtype of an autocast region
         first = kept.x is None  # of the batches, and of the calls of a layer that is in several places
         if first:

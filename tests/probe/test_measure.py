@@ -12,7 +12,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.precision.cast import quantize
-from lightning_llm.probe.figures import figures
+from lightning_llm.probe.figures import channel_outliers, figures
 from lightning_llm.probe.measure import (
     TARGET,
     all_but_slot,
@@ -244,3 +244,33 @@ def test_layers_with_casts_of_their_own_are_probed_with_these(weights):
     assert [without.casts_under(rule)["dgrad.dy"].quantizes for rule in (None, 1)] == [True, True]
     reference = model.reference()
     assert slot_shares(model, reference, model.high(), 1.0, 0.0).keys() == set(model.quantized_slots)
+
+
+def test_each_expert_is_measured_by_its_own_part_of_the_weight():
+    shape = compose_config(
+        ["model=moe_tiny", "model.num_layers=1", "model.hidden_size=64", "model.num_heads=2", "model.num_kv_heads=2",
+         "model.blocks.moe.feed_forward.ffn_hidden_size=64", "model.blocks.moe.feed_forward.experts=4",
+         "model.vocab_size=128"]
+    ).model  # fmt: skip
+    model = Decoder(shape)
+    initialise(model, seed=0)
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    bad, stack = "layers.0.feed_forward.experts.2.up_proj", "layers.0.feed_forward.experts.up_proj.weight"
+    sides = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+    rule = {"names": [bad]} | {gemm: dict.fromkeys(operands, COARSE) for gemm, operands in sides.items()}
+    values = shipped("mxfp8", "precision.modules.first_blocks_high_precision=0",
+                     "precision.modules.last_blocks_high_precision=0").model_dump()  # fmt: skip
+    values["modules"]["casts"] = [rule]
+    probe = ProbedModel(shape, state, PrecisionConfig.model_validate(values), batches(), torch.device("cpu"), seed=0)
+    assert torch.equal(probe.matrix(bad), state[stack][128:192])
+    reference = probe.reference()
+    parts = [reference.gradients[f"layers.0.feed_forward.experts.{number}.up_proj.weight"] for number in range(4)]
+    assert stack not in reference.gradients
+    assert [part.shape for part in parts] == [(64, 64)] * 4
+    found = measure(probe, reference, None, 1, attribute=False)
+    assert found["quantised_layers"] == 4 + 3 * 4
+    experts = {name: its for name, its in found["layers"].items() if ".experts." in name}
+    assert len(experts) == 12
+    assert min(experts, key=lambda name: experts[name]["fprop.w"]["sqnr_db"]) == bad
+    assert experts[bad]["dW"]["error"] > 3 * max(its["dW"]["error"] for name, its in experts.items() if name != bad)
+    assert channel_outliers(probe)[bad].keys() == {"x", "w", "dy"}
