@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.linalg.gemm import CastOnUse, Reduce
-from lightning_llm.model.attention.kernel_choice import Mask, SeenKeys, mask_of
+from lightning_llm.model.attention.kernel_choice import SeenKeys, mask_of
 from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.auxiliary import AuxiliaryLosses, check_declared
 from lightning_llm.model.linear import Linear
@@ -28,7 +28,7 @@ from lightning_llm.model.stepping import (
     in_block,
     rows_of,
 )
-from lightning_llm.model.structure import block_parts, for_layers, mixer_of, norm_of, why_not_generated
+from lightning_llm.model.structure import block_parts, feed_forward_of, for_layers, mixer_of, norm_of, why_not_generated
 from lightning_llm.model.unit_scaling import branch_input, residual_ratios, residual_sum, scaled
 
 
@@ -45,22 +45,23 @@ class AttentionKind(NamedTuple):
 class Block(nn.Module):
     """One layer: `x + mixer(norm(x))`, then `x + feed_forward(norm(x))`; with post_norms each is normed before the sum.
 
+    With residual_scaling both terms of each sum are shifted and scaled, with input_scaling also the block's input.
     The mixer of any kind is called `attention`.
     """
 
     attention_norm: nn.Module
     attention: nn.Module
-    attention_post_norm: nn.Module
     feed_forward_norm: nn.Module
     feed_forward: nn.Module
-    feed_forward_post_norm: nn.Module
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
-        self.post_norms = config.block_at(index).post_norms
+        own = config.block_at(index)
+        self.post_norms, self.scales, self.scales_input = own.post_norms, own.residual_scaling, own.input_scaling
+        mixer, network = mixer_of(config, index), feed_forward_of(config, index)
+        self.recurrent, self.takes_documents = mixer.recurrent, mixer.takes_documents
         self.ratios = residual_ratios(config, index) if config.unit_scaling else None
-        mixer = mixer_of(config, index)
-        self.recurrent = mixer.recurrent
+        self.gives_state, self.takes_state = network.state_given(config) > 0, network.state_taken(config) > 0
         takes_kernels = isinstance(mixer, AttentionSpec) and mixer.takes_kernels
         self.attention_kind = AttentionKind(mixer.window_tokens(config), takes_kernels)
         self.rope_width = mixer.rope_width(config)
@@ -70,19 +71,25 @@ class Block(nn.Module):
             module.roles = part.roles(config)  # by child module, see `Decoder.roles`
             self.add_module(name, module)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Mask) -> Tensor:
-        """Return `[B, T, D]` for `x` `[B, T, D]`; `rope` and `mask` as its mixer takes them, see `model.spec.Mixer`."""
-        branch = x if self.ratios is None else branch_input(x, self.ratios[0])
-        mixed = self.attention(self.attention_norm(branch), rope, mask)  # [B, T, D]
-        return self._map(x, mixed, self.feed_forward)  # [B, T, D]
+    def forward(self, x: Tensor, *seen: Any, state: Tensor | None = None) -> Any:
+        """Return `[B, T, D]` for `x` `[B, T, D]`; `seen`: what its mixer takes, see `model.spec.Mixer`.
 
-    def step(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: Any, rows: slice) -> Tensor:
-        """Return `[B, STEP_ROWS, D]` for a block `x` of positions; `rows` are the next tokens.
+        If its feed-forward network gives a state, return (that, state `[B, T, S]`); `state`: of the block before.
+        """
+        x = self._entered(x)
+        mixed = self.attention(self.attention_norm(self._branch(0, x)), *seen)  # [B, T, D]
+        return self._map(x, mixed, self.feed_forward, state)  # [B, T, D]
+
+    def step(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: Any, rows: slice, state: Tensor | None = None
+    ) -> Any:
+        """Return `[B, STEP_ROWS, D]` for a block `x` of positions, or as `forward` also a state; `rows`: next tokens.
 
         `rope` are the tables of the block; `cache` is the mixer's.
         """
+        x = self._entered(x)
         mixer: Any = self.attention
-        normed = self.attention_norm(x)[:, rows]  # [B, n, D]
+        normed = self.attention_norm(self._branch(0, x))[:, rows]  # [B, n, D]
         if isinstance(cache, BlockCache):
             mixed = cache.step(mixer, normed, rope, rows)  # [B, n, D]
         else:
@@ -90,16 +97,35 @@ class Block(nn.Module):
             mixed = mixer.step(normed, own, cache)  # [B, n, D]
         # One whose products depend on how many tokens come at once has a method for this.
         feed_forward = getattr(self.feed_forward, "step", self.feed_forward)
-        return self._map(x, in_block(mixed, rows.start), feed_forward)  # [B, STEP_ROWS, D]
+        return self._map(x, in_block(mixed, rows.start), feed_forward, state)  # [B, STEP_ROWS, D]
 
-    def _map(self, x: Tensor, mixed: Tensor, feed_forward: Callable[[Tensor], Tensor]) -> Tensor:
+    def _entered(self, x: Tensor) -> Tensor:
+        entered: Tensor = self.input_scale(x) if self.scales_input else x
+        return entered
+
+    def _branch(self, part: int, x: Tensor) -> Tensor:
+        """Return the input of the norm of the mixer (`part` 0) or of the feed-forward network (1)."""
+        return x if self.ratios is None else branch_input(x, self.ratios[part])
+
+    def _map(self, x: Tensor, mixed: Tensor, feed_forward: Callable[..., Any], state: Tensor | None) -> Any:
+        x = self._sum(0, x, mixed)  # [B, T, D]
+        normed = self.feed_forward_norm(self._branch(1, x))
+        mapped = feed_forward(normed, state) if self.takes_state else feed_forward(normed)  # [B, T, D]
+        if not self.gives_state:
+            return self._sum(1, x, mapped)  # [B, T, D]
+        mapped, state = mapped
+        return self._sum(1, x, mapped), state
+
+    def _sum(self, part: int, x: Tensor, y: Tensor) -> Tensor:
+        """Return `x + y` for the output `y` of a part; `y` normed and both scaled if the block does so."""
         if self.ratios is not None:
-            x = residual_sum(x, mixed, self.ratios[0])  # [B, T, D]
-            mapped = feed_forward(self.feed_forward_norm(branch_input(x, self.ratios[1])))
-            return residual_sum(x, mapped, self.ratios[1])
-        x = x + (self.attention_post_norm(mixed) if self.post_norms else mixed)  # [B, T, D]
-        mapped = feed_forward(self.feed_forward_norm(x))  # [B, T, D]
-        return x + (self.feed_forward_post_norm(mapped) if self.post_norms else mapped)  # [B, T, D]
+            return residual_sum(x, y, self.ratios[part])
+        name = ("attention", "feed_forward")[part]
+        if self.post_norms:
+            y = self.get_submodule(f"{name}_post_norm")(y)
+        if self.scales:
+            x, y = self.get_submodule(f"{name}_skip_scale")(x), self.get_submodule(f"{name}_scale")(y)
+        return x + y
 
 
 class TokenEmbedding(CastOnUse, nn.Embedding):
@@ -180,9 +206,13 @@ class Decoder(nn.Module):
         }
         rope = self._rope_by_width(positions)
         x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)  # [B, T, D]
+        state = None
         for block in blocks:
             seen = (None, document_ids) if block.recurrent else (rope[block.rope_width], masks[block.attention_kind])
-            x = self.auxiliary.attach(x, block(x, *seen), block)  # [B, T, D]
+            seen += (document_ids,) if block.takes_documents else ()
+            y = block(x, *seen, state=state) if block.takes_state else block(x, *seen)
+            y, state = y if block.gives_state else (y, None)
+            x = self.auxiliary.attach(x, y, block)  # [B, T, D]
         return x if self.norm is None else self.project(self.norm(x), loss)  # [B, T, V] or []
 
     def new_cache(self, batch_size: int, length: int) -> DecoderCache:
@@ -226,8 +256,10 @@ class Decoder(nn.Module):
         rope = self._rope_by_width(every)
         x = self.embed(in_block(tokens, start), every.clamp(max=self.config.max_sequence_length - 1))
         blocks: dict[str, Any] = dict(self.blocks)
+        state = None
         for name, block in blocks.items():
-            x = block.step(x, rope[block.rope_width], cache.mixers[name], rows)  # [B, STEP_ROWS, D]
+            y = block.step(x, rope[block.rope_width], cache.mixers[name], rows, state)
+            x, state = y if block.gives_state else (y, None)  # [B, STEP_ROWS, D]
         if self.norm is None:
             raise ValueError("a pipeline stage cannot decode step by step")
         return self.project(self.norm(x))[:, rows]  # [B, n, V]

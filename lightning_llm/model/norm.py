@@ -1,4 +1,4 @@
-"""RMSNorm, LayerNorm and RMSNorm by 1 + weight, in the dtype of their input with statistics in fp32."""
+"""RMSNorm, LayerNorm and RMSNorm by 1 + weight, in the dtype of their input with statistics in fp32; a scale."""
 
 import torch
 import torch.nn.functional as F
@@ -98,3 +98,20 @@ class RMSNormZeroCentered(RMSNorm):
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         return rms_norm(x.to(wide), 1 + weight.to(x.dtype).to(wide), self.eps).to(x.dtype)
+
+
+class Affine(nn.Module):
+    """`(x + bias) * weight` over the last dimension, without a norm: the residual scaling of ZAYA1."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `[..., D]` in the dtype of `x` `[..., D]`."""
+        return self.normalise(x, self.weight, self.bias)
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return the result of `forward` for another `weight` and `bias`, such as gathered ones."""
+        return (x + bias.to(x.dtype)) * weight.to(x.dtype)

@@ -185,6 +185,10 @@ class Part(Group):
         """Return {key: (size, reason)} of the sizes that the number of tensor-parallel ranks must divide."""
         return {}
 
+    def why_not_tensor_parallel(self, model: ModelConfig) -> str | None:
+        """Return why tensor-parallel ranks cannot share it, for any number of them; None if they can."""
+        return None
+
     def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
         """Return the memory-bound operations outside of linear layers and the kernel, on elements of `width` bytes.
 
@@ -216,6 +220,10 @@ class Mixer(Part):
     context_parallel: ClassVar[bool] = False
     """Whether ranks can share a sequence. If so the module has `attend` and `kernel`, see `parallel.cp`."""
 
+    takes_documents: ClassVar[bool] = False
+    """Whether it mixes tokens beside its kernel, so that its module also takes `document_ids` `[B, T]` or None, after
+    the mask."""
+
     def window_tokens(self, model: ModelConfig) -> int | None:
         """Return the number of tokens that a token sees, including itself; None: all tokens before it."""
         return None
@@ -240,6 +248,15 @@ class FeedForward(Part):
 
     context_parallel: ClassVar[bool] = True
     """Whether ranks can share a sequence."""
+
+    def state_given(self, model: ModelConfig) -> int:
+        """Return the fp32 elements per token that the module returns for the next block's, in a tuple with y; 0: only
+        y."""
+        return 0
+
+    def state_taken(self, model: ModelConfig) -> int:
+        """Return the elements of the state of the block before that the module takes after x; 0: none."""
+        return 0
 
     def why_not_generated(self, model: ModelConfig) -> str | None:
         """Return why a token's result depends on other tokens of its batch, so that generation is impossible; else
@@ -279,6 +296,21 @@ class Norm(Part):
 
     def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
         return self.saved_for(model.hidden_size, forward)
+
+
+class Affine(Norm):
+    """A shift and a scale in the place of a norm, `(x + bias) * weight`: the residual scaling of a block."""
+
+    module: ClassVar[str] = "lightning_llm.model.norm:Affine"
+
+    def vectors(self, model: ModelConfig) -> dict[str, float]:
+        return {"weight": 1.0, "bias": 0.0}
+
+    def saved_for(self, size: int, forward: ForwardPass) -> list[SavedTensor]:
+        return [SavedTensor("shifted input", size, forward.width, "outside")]
+
+    def build_for(self, model: ModelConfig, size: int) -> "nn.Module":
+        return resolve_name(self.module)(size)
 
 
 def hidden(model: ModelConfig) -> Size:

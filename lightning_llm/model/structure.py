@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.model import DEFAULT_LAYERS, NORMS, ModelConfig
-from lightning_llm.model.spec import Distribution, FeedForward, LinearSpec, Mixer, Norm, ParameterSpec, Part
+from lightning_llm.model.spec import Affine, Distribution, FeedForward, LinearSpec, Mixer, Norm, ParameterSpec, Part
 
 Value = TypeVar("Value")
 
@@ -78,10 +78,15 @@ def block_parts(model: ModelConfig, index: int) -> Mapping[str, Part]:
 def _block_parts(same: Same, index: int) -> Mapping[str, Part]:
     model = same.model
     block, norm = model.block_at(index), norm_of(model)
-    parts: dict[str, Part] = {"attention_norm": norm, "attention": _checked(block.mixer, Mixer)}
-    parts |= {"attention_post_norm": norm} if block.post_norms else {}
-    parts |= {"feed_forward_norm": norm, "feed_forward": _checked(block.feed_forward, FeedForward)}
-    parts |= {"feed_forward_post_norm": norm} if block.post_norms else {}
+    scale = Affine()
+    parts: dict[str, Part] = {"input_scale": scale} if block.input_scaling else {}
+    for name, part in {
+        "attention": _checked(block.mixer, Mixer),
+        "feed_forward": _checked(block.feed_forward, FeedForward),
+    }.items():
+        parts |= {f"{name}_norm": norm, name: part}
+        parts |= {f"{name}_post_norm": norm} if block.post_norms else {}
+        parts |= {f"{name}_scale": scale, f"{name}_skip_scale": scale} if block.residual_scaling else {}
     return MappingProxyType(parts)
 
 
@@ -215,7 +220,7 @@ def shape_problems(model: ModelConfig) -> list[Problem]:
             f"has no factors for {', '.join(other)}. Use plain attention, swiglu, rope, an untied head and no biases."
         )
         found[Problem("model.unit_scaling", text, True)] = None
-    return list(found)
+    return [*found, *_state_problems(model)]
 
 
 def _not_unit_scaled(model: ModelConfig) -> list[str]:
@@ -230,5 +235,21 @@ def _not_unit_scaled(model: ModelConfig) -> list[str]:
         kinds |= {"feed_forward": (getattr(feed_forward, "kind", None), "swiglu")}
         found += [f"{key}={kind}" for key, (kind, known) in kinds.items() if kind != known]
         found += ["window"] if getattr(mixer, "window", None) else []
-        found += ["post_norms"] if block.post_norms else []
+        found += [key for key in ("post_norms", "residual_scaling", "input_scaling") if getattr(block, key)]
     return list(dict.fromkeys(found))
+
+
+def _state_problems(model: ModelConfig) -> Iterable[Problem]:
+    """Return a problem for each kind of block that takes a state which the block before does not give."""
+    found: dict[Problem, None] = {}
+    for index in range(model.num_layers):
+        taken = feed_forward_of(model, index).state_taken(model)
+        given = feed_forward_of(model, index - 1).state_given(model) if index else 0
+        if taken and taken != given:
+            text = f"is true for block {index}, and " + (
+                f"block {index - 1} gives a state of {given} elements, not {taken}." if index else "none is before it."
+            )
+            remedy = "Start model.layers with a block whose router has the same hidden_size and no depth_mixing."
+            key = f"model.blocks.{model.layer_name(index)}.feed_forward.router.depth_mixing"
+            found.setdefault(Problem(key, f"{text} {remedy}"))
+    return found

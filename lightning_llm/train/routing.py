@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.linalg import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.experts.kinds import MoE
 from lightning_llm.model.experts.moe import MixtureOfExperts
@@ -97,7 +96,9 @@ class Routing:
     def _counts(module: MixtureOfExperts) -> Tensor:
         """Return the choices of each expert and those dropped, int64 `[E + 1]`."""
         if module.step_loads is None or module.step_dropped is None:
-            return torch.zeros(module.kind.experts + 1, dtype=torch.int64, device=local(module.router.weight).device)
+            return torch.zeros(
+                module.kind.experts + 1, dtype=torch.int64, device=next(module.router.parameters()).device
+            )
         return torch.cat([module.step_loads, module.step_dropped[None]])
 
 

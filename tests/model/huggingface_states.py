@@ -22,14 +22,20 @@ def to_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str
     A tied head has no entry, as in the safetensors files of tied models.
     """
     parts: dict[str, list[Tensor]] = {}
-    turned = set()
+    turned, shapes = set(), {}
     for ours, stored in stored_as(config, architecture(config)).items():
         tensor = state[ours][: config.vocab_size] if ours in VOCABULARY else state[ours]
+        if stored.slices > 1:
+            tensor = tensor.view(stored.slices, -1, tensor.shape[-1]).transpose(0, 1)  # rows of a slice first
+        shapes |= dict.fromkeys(stored.tensors, (stored.whole, stored.slices > 1))
         for name, part in zip(stored.tensors, tensor.chunk(stored.count), strict=True):
             parts.setdefault(name, []).append(part)
         turned |= {stored.name} if stored.transposed else set()
     whole = {name: torch.cat(several) if len(several) > 1 else several[0] for name, several in parts.items()}
-    return {name: (tensor.t() if name in turned else tensor).contiguous() for name, tensor in whole.items()}
+    for name, (shape, in_slices) in shapes.items():
+        tensor = whole[name].transpose(0, 1) if in_slices else whole[name]
+        whole[name] = (tensor.t() if name in turned else tensor.reshape(shape)).contiguous()
+    return whole
 
 
 def from_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -38,7 +44,10 @@ def from_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> dict[s
     for ours, stored in stored_as(config, architecture(config)).items():
         theirs = torch.cat([state[name] for name in stored.tensors]) if stored.count > 1 else state[stored.name]
         theirs = theirs.t() if stored.transposed else theirs
-        tensor = theirs[stored.first : stored.first + stored.shape[0]]
+        if stored.slices > 1:
+            theirs = theirs[:, stored.first : stored.first + stored.shape[0] // stored.slices].flatten(0, 1)
+        first = 0 if stored.slices > 1 else stored.first
+        tensor = theirs[first : first + stored.shape[0]].reshape(-1, *stored.shape[1:])
         if ours in VOCABULARY:
             padding = config.padded_vocab_size - tensor.shape[0]
             tensor = torch.nn.functional.pad(tensor, (0, 0, 0, padding))  # [V, D]

@@ -30,12 +30,14 @@ ROUTER = {"score": "sigmoid", "groups": 4, "groups_chosen": 2, "scale": 2.5, "bi
 KEYS["moe"] = [
     {"ffn_hidden_size": 32, "shared_experts": 2, "router": ROUTER},
     {"experts": 4, "per_token": 1, "z_loss": 0.0, "balance_loss": 0.0, "router": {"normalise": False}},
+    {"experts": 4, "per_token": 1, "router": {"normalise": False, "hidden_size": 24}},
 ]
 KEYS["gla"] = [{"num_heads": 2, "expand_k": 1.0, "expand_v": 2.0, "gate_low_rank_dim": 8}]
 KEYS["mla"] = [
     {"q_rank": None, "kv_rank": 24, "nope_dim": 16, "rope_dim": 8, "value_dim": 24, "window": 8},
     {"q_rank": 24, "kv_rank": 20, "nope_dim": 12, "rope_dim": 8, "value_dim": 10, "interleaved": False},
 ]
+KEYS["cca"] = [{"window": 8, "depthwise_tokens": 1, "grouped_tokens": 3, "rope_dim": 16}]
 """Settings other than a kind's defaults that are tested with a block."""
 
 
@@ -55,6 +57,10 @@ KINDS = [
     *(pytest.param({"norm": kind}, id=kind) for kind in NORMS),
     pytest.param(
         {"norm": "layernorm", "bias": True, "blocks": {"x": {"post_norms": True}}, "layers": ["x"]}, id="bias"
+    ),
+    pytest.param(
+        {"blocks": {"x": {"residual_scaling": True, "input_scaling": True, "post_norms": True}}, "layers": ["x"]},
+        id="scaled",
     ),
     pytest.param({"layers": ["attention", "qk_norm_attention", "gla"]}, id="pattern"),
 ]
@@ -115,6 +121,12 @@ def block_and_inputs(config: ModelConfig, length: int, dtype: torch.dtype = torc
     return model.layers["0"], (x, rope, mask)
 
 
+def output_of(block: nn.Module, *inputs: object) -> torch.Tensor:
+    """Return the block's hidden states, without a state of its router."""
+    found = block(*inputs)
+    return found[0] if block.gives_state else found
+
+
 def by_steps(mixer: nn.Module, x: torch.Tensor, rope: None, document_ids: None) -> torch.Tensor:
     cache = mixer.new_cache(*x.shape[:2])
     return torch.cat([mixer.step(token, rope, cache) for token in x.split(1, dim=1)], dim=1)
@@ -136,7 +148,7 @@ def test_flops_are_those_that_torch_counts(changes, monkeypatch):
     if mixer.recurrent:
         monkeypatch.setattr(block.attention, "forward", partial(by_steps, block.attention))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        block(*inputs).sum().backward()
+        output_of(block, *inputs).sum().backward()
     linears = sum(linear.active_elements for linear in block_linears(config, 0))
     mixing = [sum(part.flops_per_token(config, t) for part in block_parts(config, 0).values()) for t in (length, 99)]
     assert counter.get_total_flops() == 2 * length * (6 * linears + mixing[0])
@@ -170,7 +182,7 @@ def test_planned_saved_tensors_are_those_of_autograd(changes, length, documents,
 
     alive: list[torch.UntypedStorage] = []
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = block(x, rope, mask)
+        result = output_of(block, x, rope, mask)
     assert result.shape == x.shape
     forward = ForwardPass(dtype.itemsize, length, documents)
 

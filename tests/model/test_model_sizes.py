@@ -31,6 +31,7 @@ PUBLISHED = {
     "gemma2_9b": 9_241_705_984,
     "mixtral_8x7b": 46_702_792_704,
     "qwen3_30b_a3b": 30_532_122_624,
+    "zaya1": 8_840_489_464,  # of transformers' class with the biases of the choice; 8.3B without the embedding
     "deepseek_v3": 671_026_419_200,  # 671B in arXiv 2412.19437; of transformers' class with the bias of the choice
 }
 # Published rounded only: (millions, relative rounding of the source).
@@ -91,6 +92,13 @@ def test_deepseek_v3_multiplies_37_billion_parameters_with_each_token():
     assert round((count.active - count.embedding) / 1e9) == 37
 
 
+def test_zaya1_has_the_published_counts_without_its_embedding():
+    """8.3B and 760M active: transformers' page of ZAYA and the model card; active to 1 %."""
+    count = count_parameters(SIZES["zaya1"])
+    assert round((count.total - count.embedding) / 1e9, 1) == 8.3
+    assert count.active - count.embedding == pytest.approx(760e6, rel=0.01)
+
+
 @every_size
 def test_count_equals_the_model_built_on_meta(name):
     config = SIZES[name]
@@ -101,8 +109,10 @@ def test_count_equals_the_model_built_on_meta(name):
     assert count.total == sum(sizes.values())
     embeddings = ("embedding.weight", "position_embedding.weight", "head.weight")
     assert count.non_embedding == sum(size for key, size in sizes.items() if key not in embeddings)
-    assert count.norm == sum(size for key, size in sizes.items() if "norm." in key or "router." in key)
-    assert count.bias == sum(size for key, size in sizes.items() if key.endswith("_proj.bias"))
+    others = ("norm.", "router.", "_scale.", "depthwise.", "grouped.")
+    assert count.norm == sum(size for key, size in sizes.items() if any(each in key for each in others))
+    biases = (size for key, size in sizes.items() if key.endswith("_proj.bias") and "router." not in key)
+    assert count.bias == sum(biases)
 
 
 @pytest.mark.parametrize("config", [llama(vocab_multiple=1), gpt2(vocab_multiple=1)], ids=["llama", "gpt2"])

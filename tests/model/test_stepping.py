@@ -26,6 +26,9 @@ MODELS = {
     "mla": llama(**SHORT, blocks={"mla": {"mixer": LATENT}}, layers=["mla"]),
     "window": llama(**SHORT, blocks={"local": WINDOWED}, layers=["local", "attention"]),
 }
+CONVOLVED = {"kind": "cca", "window": 20, "depthwise_tokens": 3}
+SCALED = {"mixer": CONVOLVED, "residual_scaling": True, "input_scaling": True}
+MODELS["cca with scaled residuals"] = llama(**SHORT, blocks={"scaled": SCALED}, layers=["cca", "scaled"])
 MODELS |= {kind: llama(**SHORT, layers=[kind]) for kind in MIXERS if kind not in MODELS}
 """Every registered mixer, and the shapes that change the computation of a step."""
 ROUNDING = 2e-6

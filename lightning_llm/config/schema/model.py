@@ -14,6 +14,7 @@ MIXERS: Registry[Group] = Registry(
     "mixer",
     "lightning_llm.model.attention.kinds",
     "lightning_llm.model.attention.latent_kind",
+    "lightning_llm.model.attention.convolved_kind",
     "lightning_llm.model.kinds",
 )
 FEED_FORWARDS: Registry[Group] = Registry(
@@ -32,6 +33,17 @@ class BlockConfig(Group):
     )
     post_norms: bool = Field(
         False, description="also normalize the outputs of mixer and feed-forward network before adding them"
+    )
+    residual_scaling: bool = Field(
+        False,
+        description="both terms of each residual sum, x and the part's output y, become (x + b) * w with learned "
+        "vectors b and w (ZAYA1, arXiv 2511.17127)",
+        exclude_if=lambda scaled: not scaled,  # models from before the key keep their hash
+    )
+    input_scaling: bool = Field(
+        False,
+        description="the block's input becomes (x + b) * w with learned vectors b and w: for the first block",
+        exclude_if=lambda scaled: not scaled,
     )
 
 

@@ -126,6 +126,12 @@ class SoftmaxAttention(nn.Module):
         """Return queries `[B, T, H, K]`, and the two tensors `[B, T, G, ..]` of `x` `[B, T, D]` for `expand`."""
         raise NotImplementedError
 
+    def project_rows(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KeyValueCache, rows: slice
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `project` of a block `x` `[B, STEP_ROWS, D]`, of which `rows` are the next tokens after `cache`."""
+        return self.project(x, rope)
+
     def expand(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys `[B, S, G, K]` and values `[B, S, G, V]` from what `project` made for S tokens."""
         return k, v
@@ -160,7 +166,7 @@ class SoftmaxAttention(nn.Module):
         rows = rows_of(start, start + x.shape[1])
         if rope is not None:
             rope = in_block(rope[0], start, -3), in_block(rope[1], start, -3)  # 2 x [.., STEP_ROWS, 1, K/2]
-        q, k, v = self.project(in_block(x, start), rope)  # [B, STEP_ROWS, H, K], 2 x [B, STEP_ROWS, G, ..]
+        q, k, v = self.project_rows(in_block(x, start), rope, cache, rows)
         cache.append(k[:, rows], v[:, rows])
         first_row = start - start % q.shape[1]
         block = first_row - first_row % ROWS

@@ -24,6 +24,7 @@ from lightning_llm.model.spec import (
     Size,
     hidden,
 )
+from lightning_llm.model.structure import norm_of
 
 BALANCE, ROUTER_Z = "balance", "router_z"
 INNER = "model.blocks.*.feed_forward.ffn_hidden_size"
@@ -43,6 +44,22 @@ class RouterConfig(Group):
         None,
         description="change per step of the bias that balances the choice without a loss (arXiv 2408.15664); "
         "null: no bias",
+    )
+    hidden_size: PositiveInt | None = Field(
+        None,
+        description="scores by an MLP of three linears on a projection of so many elements (ZAYA1, arXiv 2511.17127); "
+        "null: by one linear",
+        exclude_if=lambda size: size is None,  # models from before the key keep their hash
+    )
+    depth_mixing: bool = Field(
+        False,
+        description="add that projection of the block before, times a learned vector; needs hidden_size",
+        exclude_if=lambda mixes: not mixes,
+    )
+    skip: bool = Field(
+        False,
+        description="one more choice, of no expert, which adds nothing; a bias of -1 keeps it rare at first",
+        exclude_if=lambda skips: not skips,
     )
 
 
@@ -79,6 +96,22 @@ class MoE(FeedForward):
         "weight", description="choices above the capacity that are dropped: those of smallest weight, or the last"
     )
 
+    @property
+    def choices(self) -> int:
+        """Scores of a token: of the experts, and of the choice of none."""
+        return self.experts + self.router.skip
+
+    def state_given(self, model: ModelConfig) -> int:
+        return self.router.hidden_size or 0
+
+    def state_taken(self, model: ModelConfig) -> int:
+        return self.state_given(model) if self.router.depth_mixing else 0
+
+    def why_not_tensor_parallel(self, model: ModelConfig) -> str | None:
+        if self.router.hidden_size is None:
+            return None
+        return "a router with hidden_size hands its state to the next block, which these ranks do not share"
+
     def inner(self, model: ModelConfig) -> int:
         """Return the inner width of one expert."""
         return self.ffn_hidden_size or model.ffn_hidden_size
@@ -105,26 +138,46 @@ class MoE(FeedForward):
         return made
 
     def own_parameters(self, model: ModelConfig) -> list[ParameterSpec]:
-        """Return the router's weight and, if it has one, its bias, which no gradient moves."""
-        weight = Distribution(std=model.init_std)
-        made = [ParameterSpec("router.weight", (self.experts, model.hidden_size), "replicate", weight)]
+        """Return the router's, among them biases of the choice, which no gradient moves."""
+        std, hidden_size, none = Distribution(std=model.init_std), model.hidden_size, Distribution()
+        if (size := self.router.hidden_size) is None:
+            made = [ParameterSpec("router.weight", (self.choices, hidden_size), "replicate", std)]
+        else:
+            made = []
+            for name, inputs in {"down_proj": hidden_size, "fc1": size, "fc2": size}.items():
+                made.append(ParameterSpec(f"router.{name}.weight", (size, inputs), "replicate", std))
+                made.append(ParameterSpec(f"router.{name}.bias", (size,), "replicate", none))
+            made.append(ParameterSpec("router.out_proj.weight", (self.choices, size), "replicate", std))
+            normed = norm_of(model).parameters_for(model, size, "replicate")
+            made += [each._replace(name=f"router.norm.{each.name}") for each in normed]
+            if self.router.depth_mixing:
+                one = Distribution(mean=1.0)
+                made.append(ParameterSpec("router.state_scale.weight", (size,), "replicate", one))
         if self.router.bias_update_rate is not None:
-            bias = ParameterSpec("router.correction", (self.experts,), "replicate", Distribution(), trained=False)
-            made.append(bias)
+            made.append(ParameterSpec("router.correction", (self.experts,), "replicate", none, trained=False))
+        if self.router.skip:
+            rare = Distribution(mean=-1.0)
+            made.append(ParameterSpec("router.skip_correction", (1,), "replicate", rare, trained=False))
         return made
 
     def flops_per_token(self, model: ModelConfig, sequence_length: int) -> int:
-        """Return those of the router's product."""
-        return 6 * self.experts * model.hidden_size
+        """Return those of the router's products."""
+        if (size := self.router.hidden_size) is None:
+            return 6 * self.choices * model.hidden_size
+        return 6 * size * (model.hidden_size + 2 * size + self.choices)
 
     def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
         """Return the input, the router's tensors, and those of k experts: rows of all experts are k times the tokens.
 
         Routing is in fp32, or in fp64 for fp64 inputs; indices take 8 bytes.
         """
-        width, wide, experts, k = forward.width, max(forward.width, 4), self.experts, self.per_token
+        width, wide, experts, k = forward.width, max(forward.width, 4), self.choices, self.per_token
         first = ("shared.gate_proj", "shared.up_proj") if self.shared_experts else ()
         kept = [SavedTensor("input", model.hidden_size, width, "gathered", linears=first, also=True)]
+        if (size := self.router.hidden_size) is not None:
+            normed = norm_of(model).saved_for(size, forward._replace(width=wide))
+            kept += [each._replace(name=f"router's {each.name}", split="gathered") for each in normed]
+            kept.append(SavedTensor("inputs and outputs of the router's linears", 5 * size, wide, "gathered"))
         kept.append(SavedTensor("scores", experts, wide, "gathered"))
         if self.router.score == "sigmoid" and self.balance_loss:
             kept.append(SavedTensor("sums of scores", 1, wide, "gathered"))
@@ -152,8 +205,8 @@ class MoE(FeedForward):
         return f"capacity_factor={self.capacity_factor:g} drops choices, depending on the other tokens of a batch"
 
     def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
-        """Return the bytes of the logits, which a product makes."""
-        return max(width, 4) * self.experts
+        """Return the bytes of the logits and of an MLP's other outputs, which products make."""
+        return max(width, 4) * (self.choices + 3 * (self.router.hidden_size or 0))
 
     def divisions(self, model: ModelConfig) -> dict[str, tuple[int, str]]:
         found = {"model.blocks.*.feed_forward.experts": (self.experts, "each rank takes whole experts")}
@@ -174,7 +227,9 @@ class MoE(FeedForward):
             model.model_copy(update={"ffn_hidden_size": k * self.inner(model)}), width, compiled=False
         )
         shared = SwiGLU().memory_passes(self.shared(model), width, compiled) if self.shared_experts else []
-        return [routing, there, *activation, back, *shared]
+        state = wide * (self.router.hidden_size or 0)
+        scoring = [MemoryPass(12 * state, 20 * state, 12)] if state else []
+        return [*scoring, routing, there, *activation, back, *shared]
 
     def problems(self, model: ModelConfig) -> Iterator[Problem]:
         """Yield numbers of experts and groups that do not fit, and biases."""
@@ -187,6 +242,14 @@ class MoE(FeedForward):
             yield Problem(f"{key}.router.groups", "needs groups_chosen, and the other way round. Give both or neither.")
         elif router.groups is not None and router.groups_chosen is not None:
             yield from self._group_problems(f"{key}.router", router.groups, router.groups_chosen)
+        if router.depth_mixing and router.hidden_size is None:
+            yield Problem(
+                f"{key}.router.depth_mixing", "is true, and hidden_size is null. Set it, such as 256 (ZAYA1)."
+            )
+        if router.skip and router.groups is not None:
+            yield Problem(
+                f"{key}.router.skip", "is true with groups, and the choice of none is in no group. Unset one."
+            )
         if model.bias:
             yield Problem("model.bias", "is true, and experts (kind: moe) have no biases. Set it to false.")
 

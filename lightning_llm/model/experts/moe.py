@@ -3,6 +3,8 @@
 Letters: M tokens of a micro-batch, D hidden_size, E experts, k experts per token.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from lightning_llm.model.experts.dispatch import combine, dispatch, place
 from lightning_llm.model.experts.kinds import BALANCE, ROUTER_Z, MoE
 from lightning_llm.model.experts.router import (
     Choices,
+    DeepRouter,
     Router,
     balance_loss,
     choose,
@@ -71,7 +74,7 @@ class Experts(nn.Module):
         expert.
         """
         total = torch.zeros_like(x, dtype=choices.weights.dtype)
-        for expert in sorted(set(choices.chosen.flatten().tolist())):
+        for expert in sorted(set(choices.chosen.flatten().tolist()) - {self.count}):
             taken = choices.chosen == expert  # [M, k]
             rows = x * taken.any(-1, keepdim=True)
             inner = F.silu(self.gate_proj.of_group(rows, expert)) * self.up_proj.of_group(rows, expert)
@@ -91,7 +94,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, kind: MoE, model: ModelConfig):
         super().__init__()
         self.kind = kind
-        self.router = Router(kind.experts, model.hidden_size, kind.router.bias_update_rate is not None)
+        self.router: Router = (Router if kind.router.hidden_size is None else DeepRouter)(kind, model)
         self.experts = Experts(kind.experts, model.hidden_size, kind.inner(model))
         self.shared = DenseFeedForward(SwiGLU(), kind.shared(model)) if kind.shared_experts else None
         self._counted: tuple[Tensor, Tensor] | None = None
@@ -110,20 +113,32 @@ class MixtureOfExperts(nn.Module):
             self.step_dropped = dropped if self.step_dropped is None else self.step_dropped + dropped
             self._counted = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `[B, T, D]` for `x` `[B, T, D]`."""
-        y = self.experts(x, self._routed(x.flatten(0, -2)))  # [B, T, D]
-        return y if self.shared is None else y + self.shared(x)
+    def forward(self, x: Tensor, state: Tensor | None = None) -> Any:
+        """Return `[B, T, D]` for `x` `[B, T, D]`; a router with a state takes and returns one, too, `[B, T, S]`."""
+        logits, state = self._logits(x, state)
+        return self._with_shared(x, self.experts(x, self._routed(logits)), state)
 
-    def step(self, x: Tensor) -> Tensor:
+    def step(self, x: Tensor, state: Tensor | None = None) -> Any:
         """Return the same bits however tokens are split into calls, for generation."""
-        flat = x.flatten(0, -2)  # [M, D]
-        y = self.experts.step(flat, self._choices(self.router(flat))[0]).view_as(x)
-        return y if self.shared is None else y + self.shared(x)
+        logits, state = self._logits(x, state)
+        y = self.experts.step(x.flatten(0, -2), self._choices(logits)[0]).view_as(x)
+        return self._with_shared(x, y, state)
 
-    def _routed(self, flat: Tensor) -> Choices:
-        """Return the choices for `flat` `[M, D]`; set the losses and counts of the micro-batch."""
-        kind, logits = self.kind, self.router(flat)
+    def _with_shared(self, x: Tensor, y: Tensor, state: Tensor | None) -> Any:
+        y = y if self.shared is None else y + self.shared(x)
+        return y if state is None else (y, state)
+
+    def _logits(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return logits `[M, E]` and the router's state `[B, T, S]`, None if it has none."""
+        flat = x.flatten(0, -2)  # [M, D]
+        if not isinstance(self.router, DeepRouter):
+            return self.router(flat), None
+        logits, state = self.router.with_state(flat, None if before is None else before.flatten(0, -2))
+        return logits, state.view(*x.shape[:-1], -1)
+
+    def _routed(self, logits: Tensor) -> Choices:
+        """Return the choices by `logits` `[M, E]`; set the losses and counts of the micro-batch."""
+        kind = self.kind
         choices, scores = self._choices(logits)
         load = loads(choices.chosen, kind.experts)
         losses = {}
@@ -132,14 +147,18 @@ class MixtureOfExperts(nn.Module):
         if kind.z_loss:
             losses[ROUTER_Z] = z_loss(logits, kind.z_loss)
         self.auxiliary_losses = losses
-        dropped = load.new_zeros(()) if choices.kept is None else (~choices.kept).sum()
+        kept = choices.kept
+        dropped = load.new_zeros(()) if kept is None else (~kept & (choices.chosen < kind.experts)).sum()
         self._counted = load, dropped
         return choices
 
     def _choices(self, logits: Tensor) -> tuple[Choices, Tensor]:
         kind = self.kind
         scores = scores_of(logits, kind.router)  # [M, E]
-        chosen = choose(scores, kind.per_token, kind.router, self.router.bias_of_choice)  # [M, k]
+        chosen = choose(scores, kind.per_token, kind.router, self.router.biases)  # [M, k]
         weights = weights_of(scores, chosen, kind.router)  # [M, k]
         kept = within_capacity(chosen, weights, kind)
+        if kind.router.skip:
+            taken = chosen < kind.experts
+            kept = taken if kept is None else kept & taken
         return Choices(chosen, weights, kept), scores

@@ -7,11 +7,14 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.linalg import local
 from lightning_llm.model.experts.kinds import MoE, RouterConfig
+from lightning_llm.model.structure import norm_of
 
 
 class _Logits(torch.autograd.Function):
@@ -37,12 +40,23 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 class Router(nn.Module):
-    """Logits of the experts. `correction` `[E]`: the bias of the choice, which no gradient reaches; None without."""
+    """Logits of the choices by one linear.
 
-    def __init__(self, experts: int, hidden_size: int, corrects: bool):
+    No gradient reaches the biases of the choice: `correction` `[E]` balances the loads, `skip_correction` `[1]` is of
+    the choice of no expert; None without.
+    """
+
+    def __init__(self, kind: MoE, model: ModelConfig):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, hidden_size))
-        self.correction = nn.Parameter(torch.empty(experts), requires_grad=False) if corrects else None
+        corrects, skips = kind.router.bias_update_rate is not None, kind.router.skip
+        self.experts = kind.experts
+        self.score_by(kind, model)
+        self.correction = nn.Parameter(torch.empty(kind.experts), requires_grad=False) if corrects else None
+        self.skip_correction = nn.Parameter(torch.empty(1), requires_grad=False) if skips else None
+
+    def score_by(self, kind: MoE, model: ModelConfig) -> None:
+        """Create the parameters of the scores."""
+        self.weight = nn.Parameter(torch.empty(kind.choices, model.hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits `[M, E]`, fp32, of `x` `[M, D]`."""
@@ -60,6 +74,70 @@ class Router(nn.Module):
     def bias_of_choice(self) -> Tensor | None:
         """The local tensor of `correction`."""
         return local(self.correction)
+
+    @property
+    def biases(self) -> Tensor | None:
+        """The biases of all choices, `[E]` or with the choice of none `[E + 1]`; None if there are none."""
+        correction, skip = self.bias_of_choice, local(self.skip_correction)
+        if skip is None:
+            return correction
+        return torch.cat([skip.new_zeros(self.experts) if correction is None else correction, skip])
+
+
+class _Wide(nn.Module):
+    """A linear in fp32 (fp64 for fp64): `y = x W^T + b`, with W and b rounded to the compute dtype first."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `[M, outputs]`, fp32, of `x` `[M, inputs]`."""
+        y: Tensor = _Logits.apply(x, self.weight.to(dtype))
+        return y if self.bias is None else y + self.bias.to(dtype).to(y.dtype)
+
+
+class _Scale(nn.Module):
+    """A learned vector that multiplies the state of the block before."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, state: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `[M, S]` of `state` `[M, S]`; the vector is rounded to `dtype` first."""
+        return state * self.weight.to(dtype).to(state.dtype)
+
+
+class DeepRouter(Router):
+    """Logits by an MLP of three linears with GELU on a normed projection, the state `[M, S]` (ZAYA1, arXiv 2511.17127).
+
+    With depth_mixing the state of the block before is added to it, times a vector. All is in fp32, see `Router`.
+    """
+
+    def score_by(self, kind: MoE, model: ModelConfig) -> None:
+        size = kind.state_given(model)
+        self.down_proj = _Wide(model.hidden_size, size)
+        self.state_scale = _Scale(size) if kind.router.depth_mixing else None
+        self.norm = norm_of(model).build_for(model, size)
+        self.fc1, self.fc2 = _Wide(size, size), _Wide(size, size)
+        self.out_proj = _Wide(size, kind.choices, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.with_state(x, None)[0]
+
+    def with_state(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return logits `[M, E]` and the state `[M, S]` of `x` `[M, D]`; `before`: the state of the block before."""
+        state, dtype = self.down_proj(x, x.dtype), x.dtype
+        if before is not None and self.state_scale is not None:
+            state = state + self.state_scale(before, dtype)
+        bias = getattr(self.norm, "bias", None)
+        rounded = [None if each is None else each.to(dtype) for each in (self.norm.weight, bias)]
+        inner = self.norm.normalise(state, *rounded)
+        for linear in (self.fc1, self.fc2):
+            inner = F.gelu(linear(inner, dtype))
+        return self.out_proj(inner, dtype), state
 
 
 def scores_of(logits: Tensor, router: RouterConfig) -> Tensor:
@@ -112,7 +190,7 @@ def balance_loss(scores: Tensor, load: Tensor, kind: MoE) -> Tensor:
     shares = load.to(scores.dtype) / (len(scores) * kind.per_token)  # [E]
     if kind.router.score == "sigmoid":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    return kind.balance_loss * kind.experts * (shares * scores.mean(0)).sum()
+    return kind.balance_loss * kind.experts * (shares * scores.mean(0)[: kind.experts]).sum()
 
 
 def z_loss(logits: Tensor, weight: float) -> Tensor:
@@ -121,7 +199,10 @@ def z_loss(logits: Tensor, weight: float) -> Tensor:
 
 
 class Choices(NamedTuple):
-    """The choices of a micro-batch's tokens. `kept`: bool `[M, k]`, None where no choice is dropped."""
+    """The choices of a micro-batch's tokens. `kept`: bool `[M, k]`, those that an expert takes; None if all are.
+
+    A choice of no expert has the number E.
+    """
 
     chosen: Tensor
     weights: Tensor
@@ -143,7 +224,7 @@ def within_capacity(chosen: Tensor, weights: Tensor, kind: MoE) -> Tensor | None
     if kind.drop == "weight":
         order = weights.flatten().sort(descending=True, stable=True).indices
     by_expert, inner = flat[order].sort(stable=True)
-    first = torch.searchsorted(by_expert, torch.arange(kind.experts, device=flat.device))
+    first = torch.searchsorted(by_expert, torch.arange(kind.choices, device=flat.device))
     rank = torch.arange(len(flat), device=flat.device) - first[by_expert]
     kept = torch.empty_like(flat, dtype=torch.bool)
     kept[order[inner]] = rank < capacity

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lightning_llm.base.errors import Problem
@@ -22,6 +23,47 @@ UNUSUAL: Mapping[str, tuple[Any, ...]] = {
 
 The first is that of a file without the entry.
 """
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """Location of one of our parameters: tensor `name` from row `first` on, as [inputs, outputs] if `transposed`.
+
+    `shape` is ours, without rows that pad the vocabulary; `whole` is the shape of their tensor. `count`: the tensors
+    whose rows follow one another in ours, one per expert; "{}" in `name` is the expert's number. `slices`: instead the
+    experts are slices of one tensor `[E, R, K]`, and ours are rows of each slice from `first` on.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    first: int = 0
+    transposed: bool = False
+    count: int = 1
+    slices: int = 1
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Their names, in the order of our rows."""
+        return tuple(self.name.replace("{}", str(number)) for number in range(self.count))
+
+    def of_slices(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (slice, first row, last row) of their tensor for our rows `first` to `last`."""
+        rows = self.shape[0] // self.slices
+        for number in range(first // rows, -(-last // rows)):
+            start, stop = max(first - number * rows, 0), min(last - number * rows, rows)
+            yield number, self.first + start, self.first + stop
+
+    def parts(self, first: int, last: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (tensor, first row, last row) for our rows `first` to `last`."""
+        if self.count == 1:
+            yield self.tensors[0], self.first + first, self.first + last
+            return
+        rows = self.shape[0] // self.count
+        for number, name in enumerate(self.tensors):
+            start, stop = max(first - number * rows, 0), min(last - number * rows, rows)
+            if start < stop:
+                yield name, start, stop
 
 
 class Architecture(ABC):
@@ -61,6 +103,12 @@ class Architecture(ABC):
     heads_divide: ClassVar[bool] = False
     """Whether transformers requires that the heads divide the width, even with `head_dim`."""
     rotary: ClassVar[bool] = True
+    scaled: ClassVar[bool] = False
+    """Whether its blocks scale residual sums."""
+
+    def stored(self, config: ModelConfig, name: str, shape: tuple[int, ...]) -> StoredParameter | None:
+        """Return the place of our parameter `name` of `shape`; None where `block_names` and `ends` give it."""
+        return None
 
     def further_blocks(self, values: Mapping[str, Any]) -> int:
         """Return how many blocks behind the decoder's the files have, which are left out when weights are read."""
@@ -165,6 +213,12 @@ def windows_of(config: ModelConfig) -> set[int | None]:
 def is_plain(config: ModelConfig) -> bool:
     """Return whether nothing but attention scores is scaled or capped."""
     return config.embedding_scale is None and config.logit_cap is None and not config.unit_scaling
+
+
+def is_scaled(config: ModelConfig) -> bool:
+    """Return whether some block shifts and scales its input or its residual sums."""
+    blocks = (config.block_at(index) for index in range(config.num_layers))
+    return any(block.residual_scaling or block.input_scaling for block in blocks)
 
 
 def has_dividing_heads(config: ModelConfig) -> bool:

@@ -88,6 +88,7 @@ class DeepseekV3(Architecture):
             return False
         dense_first = sorted(experts_of(config)) == list(range(_dense_blocks(config), config.num_layers))
         biased = kind.router.score == "sigmoid" and kind.router.bias_update_rate is not None
+        biased = biased and kind.router.hidden_size is None and not kind.router.skip
         return dense_first and biased and kind.shared_experts > 0 and latents.normed(config).norm_eps == NORM_EPS
 
     def block_names(self, config: ModelConfig, index: int) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Hugging Face's architecture of a config and of a config.json, and each parameter's place in its tensors. No torch."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -9,12 +8,13 @@ from pydantic import ValidationError
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.registry import load_installed
 from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
-from lightning_llm.model.interop.architecture import Architecture
+from lightning_llm.model.interop.architecture import Architecture, StoredParameter, is_scaled
 from lightning_llm.model.interop.deepseek import DeepseekV3
 from lightning_llm.model.interop.experts import Mixtral, Qwen3Moe
 from lightning_llm.model.interop.gemma2 import Gemma2
 from lightning_llm.model.interop.gpt2 import GPT2
 from lightning_llm.model.interop.llama import Llama, Mistral, Qwen3
+from lightning_llm.model.interop.zaya import Zaya
 from lightning_llm.model.structure import linears_of, parameter_shapes
 
 BUILT_IN: tuple[Architecture, ...] = (
@@ -26,6 +26,7 @@ BUILT_IN: tuple[Architecture, ...] = (
     Mixtral(),
     Qwen3(),
     Qwen3Moe(),
+    Zaya(),
 )
 _FOUND: dict[str, Architecture] = {each.class_name: each for each in BUILT_IN}
 
@@ -49,7 +50,7 @@ def architectures() -> list[Architecture]:
 def architecture(config: ModelConfig) -> Architecture:
     """Return the Hugging Face architecture that is equivalent to `config`. Raises ConfigError if there is none."""
     for each in architectures():
-        if each.fits(config):
+        if each.scaled == is_scaled(config) and each.fits(config):
             return each
     known = "; ".join(each.shape for each in architectures())
     raise ConfigError(Problem("model", f"{without_counterpart(config)}. Supported: {known}."))
@@ -132,38 +133,6 @@ def model_config_of(values: Mapping[str, Any], name: str) -> ModelConfig:
     return ModelConfig.model_validate({"name": name, **model_keys(values)})
 
 
-@dataclass(frozen=True)
-class StoredParameter:
-    """Location of one of our parameters: tensor `name` from row `first` on, as [inputs, outputs] if `transposed`.
-
-    `shape` is ours, without rows that pad the vocabulary; `whole` is the shape of their tensor. `count`: the tensors
-    whose rows follow one another in ours, one per expert; "{}" in `name` is the expert's number.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    first: int = 0
-    transposed: bool = False
-    count: int = 1
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """Their names, in the order of our rows."""
-        return tuple(self.name.replace("{}", str(number)) for number in range(self.count))
-
-    def parts(self, first: int, last: int) -> Iterator[tuple[str, int, int]]:
-        """Yield (tensor, first row, last row) for our rows `first` to `last`."""
-        if self.count == 1:
-            yield self.tensors[0], self.first + first, self.first + last
-            return
-        rows = self.shape[0] // self.count
-        for number, name in enumerate(self.tensors):
-            start, stop = max(first - number * rows, 0), min(last - number * rows, rows)
-            if start < stop:
-                yield name, start, stop
-
-
 def stored_as(config: ModelConfig, family: Architecture) -> dict[str, StoredParameter]:
     """Return the location of each of our parameters in a model of `family`, by our names, in order of the decoder."""
     linears, found = linears_of(config), {}
@@ -183,6 +152,8 @@ def stored_as(config: ModelConfig, family: Architecture) -> dict[str, StoredPara
                     found[ours] = StoredParameter(
                         name, shape, whole[::-1] if turned else whole, sum(rows[:place]), turned
                     )
+        if (own := family.stored(config, ours, shape)) is not None:
+            found[ours] = own
         if ours not in found:
             count = linears[module].groups if module in linears else 1
             whole = (shape[0] // count, *shape[1:])

@@ -52,13 +52,18 @@ class TensorFiles:
         Raises:
             ConfigError: the file cannot be read any more.
         """
+        indices = (slice(first, last),) if axis == 0 else (slice(None), slice(first, last))
+        return self.indexed(name, *indices)
+
+    def indexed(self, name: str, *indices: slice) -> "Tensor":
+        """Return the part of tensor `name` that the `indices` of its first dimensions select; errors as `part`."""
         from safetensors import SafetensorError, safe_open
 
         file = self.entries[name].file
         try:
             with safe_open(file, framework="pt") as opened:
                 whole = opened.get_slice(name)
-                found: Tensor = whole[first:last] if axis == 0 else whole[:, first:last]
+                found: Tensor = whole[indices]
                 return found
         except (SafetensorError, OSError) as error:
             raise ConfigError(Problem(str(file), f"cannot be read: {error}. {AGAIN}")) from error
@@ -73,8 +78,8 @@ class PickledFiles(TensorFiles):
 
     tensors: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    def part(self, name: str, first: int, last: int, axis: int = 0) -> "Tensor":
-        found: Tensor = self.tensors[name].narrow(axis, first, last - first)
+    def indexed(self, name: str, *indices: slice) -> "Tensor":
+        found: Tensor = self.tensors[name][indices]
         return found
 
 

@@ -142,10 +142,14 @@ class FolderWeights(Weights):
         import torch
 
         where = self.stored[name]
+        if where.slices > 1:
+            places = where.of_slices(first, last)
+            found = [self.tensors.indexed(where.name, slice(at, at + 1), slice(*rows))[0] for at, *rows in places]
+            return found[0] if len(found) == 1 else torch.cat(found)
         axis = 1 if where.transposed else 0
         parts = [self.tensors.part(tensor, start, stop, axis) for tensor, start, stop in where.parts(first, last)]
         part = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
-        return part.t() if where.transposed else part
+        return part.t() if where.transposed else part.reshape(-1, *where.shape[1:])
 
     def dtype(self, name: str) -> str:
         return DTYPES[self.tensors.entries[self.stored[name].tensors[0]].dtype]

@@ -225,8 +225,8 @@ def _refused(output: Path, error: OSError) -> ConfigError:
     return ConfigError(Problem("--output", text))
 
 
-KEPT_IN_FP32 = ".e_score_correction_bias"
-"""End of the names of tensors that transformers keeps in fp32, whatever the other weights' dtype."""
+KEPT_IN_FP32 = (".e_score_correction_bias", ".balancing_biases")
+"""Ends of the names of tensors that transformers keeps in fp32, whatever the other weights' dtype."""
 
 
 def as_ours(weights: Weights) -> list[TensorToWrite]:
@@ -247,9 +247,13 @@ def as_huggingface(weights: Weights, config: ModelConfig, dtype: str) -> list[Te
     """
     parts: dict[str, list[_Part]] = {}
     for ours, stored in stored_as(config, architecture(config)).items():
-        rows = stored.shape[0] // stored.count
-        for number, name in enumerate(stored.tensors):
+        pieces = stored.count * stored.slices
+        rows, names = stored.shape[0] // pieces, stored.tensors * stored.slices
+        for number, name in enumerate(names):
             parts.setdefault(name, []).append(_Part(ours, stored, number * rows, (number + 1) * rows))
+    for several in parts.values():
+        if several[0].stored.slices > 1:  # of each slice all rows, before those of the next
+            several.sort(key=lambda part: (part.first * part.stored.slices // part.stored.shape[0], part.stored.first))
     made = []
     for name, several in parts.items():
         kind = DTYPES["fp32" if name.endswith(KEPT_IN_FP32) else dtype]
@@ -285,4 +289,5 @@ class _Joined:
     def __call__(self) -> Tensor:
         parts = [self.weights.rows(each.name, each.first, each.last).to(self.dtype) for each in self.several]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return whole.t() if self.several[0].stored.transposed else whole
+        stored = self.several[0].stored
+        return whole.t() if stored.transposed else whole.reshape(stored.whole)

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.model import DEFAULT_LAYERS
+from lightning_llm.model.structure import feed_forward_of
 from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.axes.axis import Dimension, MeshAxis, divisors
 from lightning_llm.plan.degrees import Degrees
@@ -61,6 +63,15 @@ def _stage_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     if parallel.schedule == INTERLEAVED and parallel.virtual_stages == 1:
         text = f"is 1, and schedule={INTERLEAVED} needs several stages per rank. Set it to 2 or more, or schedule=1f1b."
         yield Problem("parallel.virtual_stages", text)
+    model = config.model
+    for name in dict.fromkeys(model.layer_name(index) for index in range(model.num_layers)):
+        index = (model.layers or DEFAULT_LAYERS).index(name)
+        if feed_forward_of(model, index).state_taken(model):
+            text = (
+                f"is {pp}, and the router of '{name}' in model.layers takes the state of the block before "
+                "(depth_mixing), which stages do not send. Set 1, and split weights or experts (parallel.dp_shard, ep)."
+            )
+            yield Problem("parallel.pp", text)
     stages = pp * parallel.virtual_stages
     if config.model.num_layers < stages:
         text = (

@@ -66,6 +66,7 @@ class TensorAxis(MeshAxis):
         yield from _weight_problems(config.model, degrees.tp)
         if degrees.tp > 1:
             yield from _parameter_problems(config.model, degrees.tp)
+            yield from _undivided_parts(config.model, degrees.tp)
         length, cp, tp = config.data.sequence_length, degrees.sequence, degrees.tp
         if tp > 1 and config.parallel.sequence_parallel and length % (cp * tp):
             text = (
@@ -198,6 +199,14 @@ def _parameter_problems(model: ModelConfig, tp: int) -> Iterator[Problem]:
             "normalise(x, weight, bias), as norms do, or set parallel.tp=1."
         )
         yield Problem("parallel.tp", text)
+
+
+def _undivided_parts(model: ModelConfig, tp: int) -> Iterator[Problem]:
+    """Yield the reasons for which parts of the model are not divided."""
+    for why in dict.fromkeys(part.why_not_tensor_parallel(model) for part in _all_parts(model)):
+        if why is not None:
+            text = f"is {tp}, and {why}. Set 1, and split weights or experts instead (parallel.dp_shard, ep)."
+            yield Problem("parallel.tp", text)
 
 
 def _elements_within(model: ModelConfig, layers: list[int]) -> int:

@@ -6,7 +6,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.flops import rows_at_once
 from lightning_llm.model.spec import ForwardPass, SavedTensor
-from lightning_llm.model.structure import block_parts, linears_of, mixer_of, norm_of
+from lightning_llm.model.structure import block_parts, feed_forward_of, linears_of, mixer_of, norm_of
 from lightning_llm.optim.kinds import DTYPE_BYTES
 from lightning_llm.plan.attention_kernel import takes_blocks
 from lightning_llm.plan.degrees import Degrees
@@ -15,6 +15,9 @@ from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of
 from lightning_llm.precision.module_rules import alike_experts, reasons_to_stay_unquantized, rule_in_effect
 from lightning_llm.precision.native.express import NativeRecipe, express
+
+STATE_WIDTH = 4
+"""Bytes of an element of the state that a router takes from the block before: fp32."""
 
 
 class BlockBytes(NamedTuple):
@@ -73,6 +76,7 @@ def block_bytes(plan: Plan, index: int, accounting: Accounting = OURS) -> BlockB
     if mode == "none":
         return BlockBytes(whole, gradients)
     kept = boundary_bytes(config, degrees)
+    kept += STATE_WIDTH * tokens_of(config, degrees) * feed_forward_of(config.model, index).state_taken(config.model)
     if mode == "selective":
         per_token = selective_bytes_per_token(config, index, degrees.width, accounting.every_product)
         kept += tokens_of(config, degrees) * per_token
