@@ -100,7 +100,7 @@ class Block(nn.Module):
         return self._map(x, in_block(mixed, rows.start), feed_forward, state)  # [B, STEP_ROWS, D]
 
     def _entered(self, x: Tensor) -> Tensor:
-        entered: Tensor = self.input_scale(x) if self.scales_input else x
+        entered: Tensor = self.get_submodule("input_scale")(x) if self.scales_input else x
         return entered
 
     def _branch(self, part: int, x: Tensor) -> Tensor:
@@ -208,6 +208,7 @@ class Decoder(nn.Module):
         x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)  # [B, T, D]
         state = None
         for block in blocks:
+            seen: tuple[Any, ...]
             seen = (None, document_ids) if block.recurrent else (rope[block.rope_width], masks[block.attention_kind])
             seen += (document_ids,) if block.takes_documents else ()
             y = block(x, *seen, state=state) if block.takes_state else block(x, *seen)

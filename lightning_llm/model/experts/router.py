@@ -132,9 +132,9 @@ class DeepRouter(Router):
         state, dtype = self.down_proj(x, x.dtype), x.dtype
         if before is not None and self.state_scale is not None:
             state = state + self.state_scale(before, dtype)
-        bias = getattr(self.norm, "bias", None)
-        rounded = [None if each is None else each.to(dtype) for each in (self.norm.weight, bias)]
-        inner = self.norm.normalise(state, *rounded)
+        norm: Any = self.norm
+        bias = getattr(norm, "bias", None)
+        inner = norm.normalise(state, norm.weight.to(dtype), None if bias is None else bias.to(dtype))
         for linear in (self.fc1, self.fc2):
             inner = F.gelu(linear(inner, dtype))
         return self.out_proj(inner, dtype), state

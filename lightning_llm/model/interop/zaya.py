@@ -95,6 +95,7 @@ class Zaya(Architecture):
         if module == "feed_forward.router" and leaf in ("correction", "skip_correction"):
             first = 0 if leaf == "correction" else kind.experts
             return StoredParameter(f"{prefix}mlp.gate.balancing_biases", shape, (kind.experts + 1,), first)
+        whole = shape
         if module.startswith("feed_forward.experts."):
             rows, columns = shape[0] // kind.experts, shape[1]
             down = module.endswith("down_proj")
@@ -102,7 +103,6 @@ class Zaya(Architecture):
             whole = (kind.experts, rows if down else 2 * rows, columns)
             first = rows if module.endswith("up_proj") else 0
             return StoredParameter(theirs, shape, whole, first, slices=kind.experts)
-        whole = shape
         if within in CONVOLUTIONS:
             width = config.attention_head_dim if "grouped" in within else 1
             whole = (shape[0], width, prod(shape[1:]) // width)
@@ -198,9 +198,9 @@ def _fits(config: ModelConfig, index: int) -> bool:
     kind, mixer = block.feed_forward, block.mixer
     if not isinstance(kind, MoE) or not isinstance(mixer, ConvolvedAttention) or not kind.router.hidden_size:
         return False
-    own = {"hidden_size": kind.router.hidden_size, "bias_update_rate": kind.router.bias_update_rate}
-    router = RouterConfig(normalise=False, skip=True, depth_mixing=index > 0, **own)
-    biased = kind.router.bias_update_rate is not None
+    size, rate = kind.router.hidden_size, kind.router.bias_update_rate
+    router = RouterConfig(normalise=False, skip=True, depth_mixing=index > 0, hidden_size=size, bias_update_rate=rate)
+    biased = rate is not None
     plain = (kind.per_token, kind.shared_experts, kind.capacity_factor) == (1, 0, None)
     scaled = (block.residual_scaling, block.input_scaling, block.post_norms) == (True, index == 0, False)
     sizes = isinstance(first.feed_forward, MoE) and _sizes(kind, config) == _sizes(first.feed_forward, config)
