@@ -80,11 +80,9 @@ def compare_named(
     comparison.problems = [*found.problems, *problems, *comparison.problems]
     comparison.advice = advise(open_verdicts(comparison.verdicts), found.sweeps, runs)
     comparison.notes += [*declared.notes, *ended]
-    is_open = best_of is None and comparison.design is None  # --best-of would void the declared error rate
-    if is_open and comparison.factor.name != RATE and has_grid(comparison.runs, RATE):
-        same = flags_of(asked, baseline, RATE)
-        better = command("compare", *(arguments or [str(found.home)]), "--best-of", RATE, *same)
-        comparison.notes.append(f"Recipes ran at several values of {RATE}. To compare each at its best value: {better}")
+    if best_of is None:
+        given = [*(arguments or [str(found.home)]), "--best-of", RATE, *flags_of(asked, baseline, RATE)]
+        comparison.notes += _best_value_note(comparison, command("compare", *given))
     if comparison.design is None and gate is None:
         note_look(comparison, found.home / "compare")
     show(comparison)
@@ -95,6 +93,16 @@ def compare_named(
     if comparison.problems:
         raise IncompleteComparisonError(comparison)
     return comparison
+
+
+def _best_value_note(comparison: Comparison, better: str) -> list[str]:
+    """Return a note with the command `better`, which compares each recipe at its best learning rate of several.
+
+    [] for declared looks, whose error rate --best-of would void.
+    """
+    if comparison.design is not None or comparison.factor.name == RATE or not has_grid(comparison.runs, RATE):
+        return []
+    return [f"Recipes ran at several values of {RATE}. To compare each at its best value: {better}"]
 
 
 def under_gate(

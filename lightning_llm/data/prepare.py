@@ -192,21 +192,33 @@ def prepare_tokenizer(
         return {}
 
     size = config.vocab_size or vocab_size
-    identity: dict[str, Any] = {"kind": config.kind}
-    if config.kind == "bpe":
-        identity |= {"vocab_size": size, "sample_bytes": BPE_SAMPLE_BYTES, "held_out": held_out.identity()}
-        identity |= {"tokenizers": version("tokenizers"), "sources": [s.identity() for s in sources.values()]}
-    elif config.kind == "file":
-        try:
-            identity |= {"fingerprint": Tokenizer(config.path or "", config.end_of_document).fingerprint}
-        except (OSError, ValueError) as error:
-            raise ConfigError(Problem("data.tokenizer.path", f"{config.path!r}: {error}")) from error
-    folder, _ = build_once(cache_dir, "tokenizer", identity, build)
+    folder, _ = build_once(cache_dir, "tokenizer", _tokenizer_identity(config, size, sources, held_out), build)
     tokenizer = Tokenizer(folder, config.end_of_document if config.kind == "file" else None)
     if tokenizer.vocab_size > vocab_size:
         text = f"the tokenizer has {tokenizer.vocab_size:,} tokens, but model.vocab_size is {vocab_size:,}. Raise it."
         raise ConfigError(Problem(f"data.tokenizer.{'vocab_size' if config.kind == 'bpe' else 'path'}", text))
     return tokenizer
+
+
+def _tokenizer_identity(
+    config: TokenizerConfig, size: int, sources: Mapping[str, Source], held_out: HeldOut
+) -> dict[str, Any]:
+    """Return all inputs of the tokenizer, by whose hash it is cached. Raises ConfigError for a file that is invalid."""
+    if config.kind == "bpe":
+        return {
+            "kind": config.kind,
+            "vocab_size": size,
+            "sample_bytes": BPE_SAMPLE_BYTES,
+            "held_out": held_out.identity(),
+            "tokenizers": version("tokenizers"),
+            "sources": [source.identity() for source in sources.values()],
+        }
+    if config.kind != "file":
+        return {"kind": config.kind}
+    try:
+        return {"kind": config.kind, "fingerprint": Tokenizer(config.path or "", config.end_of_document).fingerprint}
+    except (OSError, ValueError) as error:
+        raise ConfigError(Problem("data.tokenizer.path", f"{config.path!r}: {error}")) from error
 
 
 def prepare_streams(

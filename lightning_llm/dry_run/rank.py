@@ -113,15 +113,14 @@ def count_step(
             else:
                 stage.to_empty(device=device)
 
+    def measure_gradients(loss: Tensor) -> None:
+        gradients.append(_bytes([p.grad for p in parallel.model.parameters() if p.grad is not None]))
+
     quantization = Quantization(config.precision, config.seed, config.trainer.max_steps, backend=casts)
     if progress is not None:
         _tell_micro_batches(quantization, progress)
     parallel = ParallelModel.build(config, layout, device, quantization, fill=fill)
     decoders, gradients = _teachers(config), list[int]()
-
-    def measure_gradients(loss: Tensor) -> None:
-        gradients.append(_bytes([p.grad for p in parallel.model.parameters() if p.grad is not None]))
-
     with within, counting.following(), unwidened():
         scaler, spikes = LossScaler(config.precision.loss_scaling), SpikePolicy(config.spikes)
         state = TrainState(config.data.global_batch_size * config.data.sequence_length)
@@ -136,11 +135,18 @@ def count_step(
         planned_for = "cuda" if fake and on_gpu(plan) else "cpu"
         with sends_held() if fake else nullcontext(), chunked_for(planned_for):
             step(batch)
+    return _counts(counting, layout, step, gradients[0], time.process_time() - started)
+
+
+def _counts(
+    counting: Counting, layout: Layout, step: TrainStep, gradients_bytes: int, cpu_seconds: float
+) -> RankCounts:
+    """Return the counts of this rank after `step`."""
     return RankCounts(
         rank=layout.rank,
         pp_rank=layout.coordinates.pp,
-        parameters_bytes=_bytes(list(parallel.model.parameters())),
-        gradients_bytes=gradients[0],
+        parameters_bytes=_bytes(list(step.parallel.model.parameters())),
+        gradients_bytes=gradients_bytes,
         optimizer_bytes=_bytes([*_moments(step.optimizer), *step.algorithm.tensors().values()]),
         peak_bytes=counting.held.peak_bytes,
         sent_bytes=counting.sent.by_kind(counting.sent.bytes),
@@ -148,7 +154,7 @@ def count_step(
         between=[(kind, ranks, size) for (kind, ranks), size in counting.sent.bytes.items()],
         operations=counting.operations,
         host_waits=counting.host_waits,
-        cpu_seconds=time.process_time() - started,
+        cpu_seconds=cpu_seconds,
     )
 
 

@@ -111,23 +111,15 @@ def checked_request(
     Raises:
         ConfigError: with every problem of the arguments and of the weights' folders.
     """
-    problems = list(_number_problems(limit, batch_size))
-    if codes is not None and codes not in CODES:
-        problems.append(Problem("--as", f"must be one of {', '.join(CODES)}.", codes))
-    elif codes is not None and (average or ensemble):
-        text = "evaluates one model. Remove --average or --ensemble."
-        problems.append(Problem("--as", text, codes))
-    if average and ensemble:
-        text = "cannot be used with --average: models are combined by weights or by predictions. Give one of the two."
-        problems.append(Problem("--ensemble", text))
     names = [name for word in tasks for name in word.split(",") if name]
+    problems = [*_number_problems(limit, batch_size), *_combination_problems(codes, bool(average), bool(ensemble))]
     if tasks_only and not names:
         problems.append(Problem("--tasks-only", "leaves nothing to do without --tasks. Add --tasks, or remove it."))
     paths = [*([path] if path else []), *average, *ensemble]
     if not paths:
         problems.append(Problem("PATH", "is missing. Name a run, a checkpoint or a Hugging Face folder."))
     subjects: list[Subject] = []
-    validates, where, read, words, degrees = False, None, None, None, Degrees()
+    validates, where, read, spreading, degrees = False, None, None, None, Degrees()
     with gathered(problems):
         subjects, validates = _subjects(paths, data, bool(names), bool(average), tasks_only)
     if codes in CODES:
@@ -135,10 +127,10 @@ def checked_request(
             subjects = [each.as_codes(codes) for each in subjects]
     with gathered(problems):
         where = device_of(device)
-        words = composed_layout(layout, device)
-    if words is not None and subjects:
+        spreading = composed_layout(layout, device)
+    if spreading is not None and subjects:
         with gathered(problems):
-            config, degrees = spread(subjects[0].config, words)
+            config, degrees = spread(subjects[0].config, spreading)
             subjects[0] = replace(subjects[0], config=config)
             problems += task_problems(config, degrees) if names else []
     if degrees.world > 1 and ensemble:
@@ -153,6 +145,17 @@ def checked_request(
     how = "average" if average else "ensemble" if ensemble else ""
     how = how if len(subjects) > 1 else ""
     return EvaluationRequest(subjects, how, validates, read, where, limit, batch_size, compute_dtype, degrees, codes)
+
+
+def _combination_problems(codes: str | None, average: bool, ensemble: bool) -> Iterator[Problem]:
+    """Yield problems of a format of codes, and of options for several models that exclude each other."""
+    if codes is not None and codes not in CODES:
+        yield Problem("--as", f"must be one of {', '.join(CODES)}.", codes)
+    elif codes is not None and (average or ensemble):
+        yield Problem("--as", "evaluates one model. Remove --average or --ensemble.", codes)
+    if average and ensemble:
+        text = "cannot be used with --average: models are combined by weights or by predictions. Give one of the two."
+        yield Problem("--ensemble", text)
 
 
 def _number_problems(limit: float | None, batch_size: int) -> Iterator[Problem]:
@@ -289,8 +292,8 @@ def _check_results(subject: Subject) -> None:
         raise ConfigError(Problem(str(subject.folder), f"{error}.")) from error
 
 
-def composed_layout(words: Sequence[str], accelerator: str) -> Config:
-    """Return a config with the layout that the overrides `words` set: `parallel`, `trainer.devices` and `world`.
+def composed_layout(overrides: Sequence[str], accelerator: str) -> Config:
+    """Return a config with the layout that `overrides` set: `parallel`, `trainer.devices` and `world`.
 
     Among the ranks of a launcher, `world` is their number.
 
@@ -302,12 +305,12 @@ def composed_layout(words: Sequence[str], accelerator: str) -> Config:
             word,
             "cannot be overridden here. Allowed: parallel=NAME, parallel.KEY=VALUE, trainer.devices=N; data: --data.",
         )
-        for word in words
+        for word in overrides
         if not LAYOUT_WORD.fullmatch(word)
     ]
     if problems:
         raise ConfigError(problems)
-    made = adopt_world(compose_config([*words, f"trainer.accelerator={accelerator}"]))
+    made = adopt_world(compose_config([*overrides, f"trainer.accelerator={accelerator}"]))
     if made.parallel.compile:
         raise ConfigError(Problem("parallel.compile", "is true, but evaluations are never compiled. Remove it."))
     return made
