@@ -31,21 +31,29 @@ def _tokens(verdict: dict[str, Any]) -> list[str]:
 
 
 def experts() -> str:
-    """Return the table of verdicts per model and recipe of `sweep/moe`, with the router's metrics beside bf16's."""
-    data = _read("2026-11-27-cpu-moe.json")
-    router = {(each["model"], each["recipe"]): each for each in data["router"]}
+    """Return the table of verdicts per model and recipe of `sweep/moe`, with the router's metrics beside bf16's.
+
+    `moe_tiny` has a second set of rows, from eight seeds that no other row uses.
+    """
     columns = ["model", "recipe", "verdict", "seeds", "gap, nats", "95 % CI", "`moe/load_max`", "`moe/entropy`"]
     rows = [f"| {' | '.join(columns)} |", f"| --- | --- | --- |{' ---: |' * (len(columns) - 3)}"]
+    for data in (_read("2026-11-27-cpu-moe.json"), _read("2026-11-27-cpu-moe_8_seeds.json")):
+        rows += _expert_rows(data)
+    return "\n".join(rows) + "\n"
+
+
+def _expert_rows(data: dict[str, Any]) -> list[str]:
+    router, rows = {(each["model"], each["recipe"]): each for each in data["router"]}, []
     for baseline in data["baselines"]:
-        model = baseline["model"]
-        cells = [f"`{model}`", f"`{baseline['name']}`", "baseline", str(len(baseline["seeds"])), "", ""]
+        model, seeds = baseline["model"], f"{min(baseline['seeds'])} to {max(baseline['seeds'])}"
+        cells = [f"`{model}`", f"`{baseline['name']}`", "baseline", seeds, "", ""]
         rows.append(f"| {' | '.join([*cells, *_router(router[model, baseline['name']])])} |")
         for each in (each for each in data["verdicts"] if each["model"] == model):
             low, high = each["ci"]
-            cells = [f"`{model}`", f"`{each['name']}`", each["verdict"], str(each["pairs"]), f"{each['gap']:+.4f}"]
-            cells += [f"[{low:+.4f}, {high:+.4f}]", *_router(router[model, each["name"]])]
+            cells = [f"`{model}`", f"`{each['name']}`", each["verdict"], seeds]
+            cells += [f"{each['gap']:+.4f}", f"[{low:+.4f}, {high:+.4f}]", *_router(router[model, each["name"]])]
             rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+    return rows
 
 
 def _router(metrics: dict[str, Any]) -> list[str]:
