@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from lightning_llm.model.attention.attention import Kernel
 from lightning_llm.model.attention.kernel_choice import Mask, SeenKeys
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.experts.kinds import MoE
+from lightning_llm.model.experts.moe import MicroBatch, MixtureOfExperts
+from lightning_llm.model.experts.router import within_capacity
 from lightning_llm.parallel.axis import AxisOnRanks, Reduction, all_reduce
-from lightning_llm.parallel.collectives import GroupRef, gather_tokens
+from lightning_llm.parallel.collectives import GroupRef, gather_tokens, gathered
+from lightning_llm.parallel.ep import is_ep_shard
 from lightning_llm.parallel.layout import Layout
 
 
@@ -60,6 +64,9 @@ class ContextParallel(AxisOnRanks):
         replaced.seen_keys = partial(keys_of_all_ranks, ranks=self.group.size())
         made: dict[Kernel, ContextAttention] = {}
         gather = partial(gather_tokens, group=GroupRef.from_group(self.group))
+        for module in stage.modules():
+            if isinstance(module, MixtureOfExperts):
+                module.micro_batch = SharedMicroBatch(self.group)
         for block in stage.layers.values():
             attention: Any = block.attention
             if hasattr(attention, "gather"):  # makes keys and values from gathered latents
@@ -68,9 +75,45 @@ class ContextParallel(AxisOnRanks):
                 attention.attend = made.setdefault(attention.kernel, ContextAttention(self.group, attention.kernel))
 
     def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
-        """Return the sum over these ranks for every gradient; none if FSDP2 shards over the ranks and sums itself."""
-        summed = () if self.layout.shards else (partial(all_reduce, group=self.group),)
-        return lambda parameter: summed
+        """Return the sum over these ranks for every gradient; none if FSDP2 shards over the ranks and sums itself.
+
+        The gradients of divided experts are sums over the ranks that share them already.
+        """
+        if self.layout.shards:
+            return lambda parameter: ()
+        group = self.layout.expert_group(self.name)
+        summed = (partial(all_reduce, group=self.group),)
+        of_experts = () if group is None else (partial(all_reduce, group=group),)
+        return lambda parameter: of_experts if is_ep_shard(parameter) else summed
+
+
+class SharedMicroBatch(MicroBatch):
+    """The tokens of a micro-batch that the ranks of `group` share."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.parts = group, group.size()
+
+    def load(self, load: Tensor) -> Tensor:
+        total = load.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    @torch.no_grad()
+    def kept(self, chosen: Tensor, weights: Tensor, sequences: int, kind: MoE) -> Tensor | None:
+        if kind.capacity_factor is None:
+            return None
+        length, group = self.parts * len(chosen) // sequences, GroupRef.from_group(self.group)
+        every = torch.cat([positions_of(rank, self.parts, length, chosen.device) for rank in range(self.parts)])
+        order = every.argsort()
+
+        def whole(part: Tensor) -> Tensor:  # [B T, k], in the order of one rank
+            return gathered(part.unflatten(0, (sequences, -1)), group)[:, order].flatten(0, 1)
+
+        kept = within_capacity(whole(chosen), whole(weights) if kind.drop == "weight" else weights, kind)
+        if kept is None:
+            raise ValueError("the kind has a capacity")
+        own = positions_of(self.group.rank(), self.parts, length, chosen.device)
+        return kept.unflatten(0, (sequences, -1))[:, own].flatten(0, 1)
 
 
 def keys_of_all_ranks(positions: Tensor, document_ids: Tensor | None, window: int | None, ranks: int) -> SeenKeys:

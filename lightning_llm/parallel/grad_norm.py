@@ -79,7 +79,7 @@ def _is_counted(parameter: nn.Parameter, layout: Layout) -> bool:
     """Return whether this rank counts its part of `parameter` in a sum over ranks.
 
     A parameter that all ranks of a tensor-parallel group hold whole is counted by the first of them only, and so are
-    those of replicas that share experts. The norm is then the same on all ranks even if their copies differ.
+    those of ranks that share nothing but experts. The norm is then the same on all ranks even if their copies differ.
     """
     if is_tp_shard(parameter) or is_ep_shard(parameter):
         return True
@@ -89,5 +89,6 @@ def _is_counted(parameter: nn.Parameter, layout: Layout) -> bool:
 
 def _sharing_groups(layout: Layout) -> list[str]:
     """Return the groups of ranks that hold parts of the same parameters."""
-    replicas = layout.group("ep") is not None and layout.degrees.with_experts == "dp_replicate"
-    return ["width", *(["fsdp"] if layout.shards else []), *(["ep"] if replicas else [])]
+    sharded = layout.shards and layout.degrees.fsdp > 1  # ranks that share experts are among those of FSDP2 then
+    experts = layout.group("ep") is not None and not sharded
+    return ["width", *(["fsdp"] if sharded else []), *(["ep"] if experts else [])]

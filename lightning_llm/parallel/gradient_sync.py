@@ -27,7 +27,7 @@ from lightning_llm.parallel.ep import close_sums, divided_experts
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.tree import TreeReduceScatter, TreeSum
 from lightning_llm.plan.memory.buffers import REPLICA_BUCKET_BYTES
-from lightning_llm.plan.memory.units import reduces_once
+from lightning_llm.plan.memory.units import reduces_once, sums_senders_apart
 
 BEGIN, END = "BucketReductions.begin", "BucketReductions.end"
 """Names of the two phases in a profiler trace."""
@@ -168,8 +168,7 @@ class GradientSync:
         axes = axes_on_ranks(layout)
         multiple = math.prod(axis.multiple for axis in axes)
         self._experts = divided_experts(model)
-        # Each sender's micro-batches follow one another in the tree, as those of a rank do.
-        self._sums_senders_apart = layout.tree and (layout.config.zero_stage < 2 or layout.degrees.dp_shard == 1)
+        self._sums_senders_apart = sums_senders_apart(layout.config, layout.degrees)
         self._buckets = buckets_of(_backward_order(model), reductions_over_ranks(model, axes), multiple)
         self._reducing, self._waiting = BucketReductions(), deque[Bucket]()
         """Buckets that the step's last backward pass has not started to reduce yet."""

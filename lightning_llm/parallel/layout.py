@@ -29,6 +29,8 @@ COMBINED: dict[str, Dimension] = {
     "layers": "layers",
 }
 """{name of a group: dimension}: the group spans all axes that divide the dimension."""
+SEQUENCE_PART = 1 << 24
+"""See `Layout.micro_batches_at_once`: random bits of experts differ between the parts of a micro-batch's sequences."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,10 @@ class Layout:
     shared_mesh: DeviceMesh | None = None
     """With context parallelism: one axis of all ranks over which FSDP2 shards."""
     expert_mesh: DeviceMesh | None = None
-    """With expert parallelism: the ranks by "dp_replicate", "dp_shard" and "ep" of experts (`Degrees.of_experts`)."""
+    """With expert parallelism: the ranks by "dp_replicate", "dp_shard" and "ep" of experts (`Degrees.of_experts`).
+
+    "dp_shard" are those of dp_shard and cp that FSDP2 would shard the same experts over.
+    """
     left_out: tuple[str, ...] = ()
     """Data-parallel axes over which the training algorithm does not sum gradients (`AlgorithmConfig.summed_axes`)."""
     gradient_cast: CastConfig | None = None
@@ -146,10 +151,14 @@ class Layout:
         return self.mesh.get_group(several[0] if len(several) == 1 else axis)
 
     def expert_group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the group of ranks with the same experts over `axis`, "dp_replicate" or "dp_shard"; None for one."""
-        if self.expert_mesh is None:
+        """Return the group of ranks with the same experts over `axis`, None for one.
+
+        `axis`: "dp_replicate", "dp_shard" or "cp" of ranks that share experts; the last two are one where FSDP2 shards.
+        """
+        if (mesh := self.expert_mesh) is None:
             return self.group(axis)
-        return self.expert_mesh.get_group(axis) if self.degrees.of_experts.ranks(axis) > 1 else None
+        name = "dp_shard" if axis == "cp" else axis
+        return mesh.get_group(name) if mesh[name].size() > 1 else None
 
     def joint_group(self, *axes: str) -> dist.ProcessGroup | None:
         """Return the group over all of `axes` of the mesh together, None if it is one rank.
@@ -213,19 +222,34 @@ class Layout:
 
     @property
     def sending_ranks(self) -> list[int]:
-        """Ranks that send rows to the experts here, in order; none without expert parallelism."""
-        group = self.group("ep")
-        return [] if group is None else dist.get_process_group_ranks(group)
+        """Ranks that send rows to the experts here, in order; none if experts here take whole micro-batches of one."""
+        if (group := self.group("ep")) is not None:
+            return dist.get_process_group_ranks(group)
+        return [self.rank] if self.degrees.sequence > 1 else []
 
-    @property
-    def sending_dp_ranks(self) -> list[int]:
-        """Data-parallel ranks (`dp_rank`) of `sending_ranks`."""
-        return [self.degrees.number(rank, *AXES.cutting("data")) for rank in self.sending_ranks]
+    def validation_batches_at_once(self, batch: int) -> list[int]:
+        """Return the global indices of the validation batches of `sending_ranks`, all of which run number `batch`.
+
+        In the form of `micro_batches_at_once`.
+        """
+        data = AXES.cutting("data")
+        numbers = {rank: batch * self.degrees.dp + self.degrees.number(rank, *data) for rank in self.sending_ranks}
+        return [self._of_part(number, rank) for rank, number in numbers.items()]
 
     def micro_batches_at_once(self, count: int) -> list[list[int]]:
-        """Return for each of a rank's `count` micro-batches those of `sending_ranks` at the same time."""
-        each = [micro_batches_of(self.degrees, self.config.zero_stage, rank, count) for rank in self.sending_ranks]
+        """Return for each of a rank's `count` micro-batches those of `sending_ranks` at the same time.
+
+        Each is a global index plus `SEQUENCE_PART` times the part of its sequences that the sender has.
+        """
+        stage = self.config.zero_stage
+        each = [
+            [self._of_part(index, rank) for index in micro_batches_of(self.degrees, stage, rank, count)]
+            for rank in self.sending_ranks
+        ]
         return [list(at_once) for at_once in zip(*each, strict=True)] if each else [[]] * count
+
+    def _of_part(self, index: int, rank: int) -> int:
+        return index + SEQUENCE_PART * self.degrees.number(rank, *AXES.cutting("sequence"))
 
     def gather_micro_batches(self, values: Tensor) -> Tensor:
         """Return [dp * n] in the order of global micro-batches, on every rank, from this rank's `values` [n]."""
@@ -280,13 +304,16 @@ def _machines(
 
 
 def _expert_mesh(degrees: Degrees, device: torch.device) -> DeviceMesh:
-    """Return the mesh of `Layout.expert_mesh`, over all ranks in order: "ep" is the inner part of the folded axis."""
-    held, folded, sizes = degrees.of_experts, degrees.with_experts, dict[str, int]()
-    for axis in AXES:
-        if axis in ("dp_replicate", folded) or degrees.ranks(axis) > 1:
-            sizes[axis] = held.ranks(axis)
-        if axis == folded:
-            sizes |= {"dp_shard": held.dp_shard, "ep": degrees.ranks("ep")}
+    """Return the mesh of `Layout.expert_mesh`, over all ranks in order; no axis lies between dp and cp."""
+    held, names = degrees.of_experts, list(AXES)
+    sizes = {
+        "outer": degrees.ranks(*names[: names.index("dp_replicate")]),
+        "dp_replicate": held.dp_replicate,
+        "dp_shard": held.dp_shard * held.cp,
+        "ep": degrees.ranks("ep"),
+        "inner": degrees.ranks(*names[names.index("cp") + 1 :]),
+    }
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name.startswith("dp")}
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

@@ -71,19 +71,29 @@ class Degrees(PerAxis):
         return math.prod(getattr(self, axis) for axis in axes)
 
     @property
-    def with_experts(self) -> str:
-        """Axis whose ranks share experts: dp_shard, or dp_replicate if nothing is sharded."""
-        return "dp_shard" if self.by_axis["dp_shard"] > 1 else "dp_replicate"
+    def with_experts(self) -> tuple[str, str]:
+        """Axes of the ranks that share experts: dp_shard (dp_replicate if nothing is sharded), and within it cp."""
+        return "dp_shard" if self.by_axis["dp_shard"] > 1 else "dp_replicate", "cp"
+
+    @property
+    def of_experts(self) -> "Degrees":
+        """Degrees of the ranks that hold the same experts: without the `ep` ranks that hold different ones.
+
+        Those are neighbors: context-parallel ranks first, then the data-parallel ranks around them.
+        """
+        data, within = self.with_experts[0], math.gcd(self.folded["ep"], self.by_axis["cp"])
+        outside = self.by_axis[data] // (self.folded["ep"] // within)
+        return Degrees(**self.by_axis | {data: outside, "cp": self.by_axis["cp"] // within})
 
     @property
     def edp(self) -> int:
         """Ranks of `with_experts` that hold the same experts; also a name for their groups."""
-        return self.by_axis[self.with_experts] // self.ranks("ep")
+        return self.ranks(*self.with_experts) // self.folded["ep"]
 
     @property
-    def of_experts(self) -> "Degrees":
-        """Degrees of the ranks that hold the same experts: without the `ep` ranks that hold different ones."""
-        return Degrees(**self.by_axis | {self.with_experts: self.edp})
+    def ecp(self) -> int:
+        """Those of them that share sequences; also a name for their groups."""
+        return self.of_experts.by_axis["cp"]
 
     @property
     def dp(self) -> int:
@@ -131,11 +141,12 @@ class Degrees(PerAxis):
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the groups over `axes`: lists of ranks that differ only in their coordinates on `axes`."""
-        if axes in (("ep",), ("edp",)):
-            each, groups = self.ranks("ep"), self.groups(self.with_experts)
-            if axes == ("edp",):
-                return [group[start::each] for group in groups for start in range(each)]
-            return [group[start : start + each] for group in groups for start in range(0, len(group), each)]
+        if axes in (("ep",), ("edp",), ("ecp",)):
+            each, groups = self.folded["ep"], self.groups(*(("cp",) if axes == ("ecp",) else self.with_experts))
+            if axes == ("ep",):
+                return [group[start : start + each] for group in groups for start in range(0, len(group), each)]
+            each = min(each, len(groups[0]))
+            return [group[start::each] for group in groups for start in range(each)]
         alike = self.first_group(*axes)
         return [[first + rank for rank in alike] for first in self.first_group(*self.by_axis.keys() - set(axes))]
 

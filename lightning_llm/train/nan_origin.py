@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from lightning_llm.data.corpus import Batch
 from lightning_llm.linalg import local
 from lightning_llm.linalg.grouped import GroupedLinear
-from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.layout import SEQUENCE_PART, Layout
 from lightning_llm.train.step import TrainStep
 
 TENSORS = ("operand fprop.x", "operand fprop.w", "product of fprop", "operand dgrad.dy (and wgrad.dy)")
+SENDER = 4
+"""Place of the argument `sender` of `GroupedLinear.forward`, if it is given."""
 NOWHERE = torch.iinfo(torch.int64).max
 
 
@@ -59,7 +61,8 @@ class _Watch:
         micro_batch = self.current[stage]
         index = self.micro_batches[micro_batch]
         if isinstance(module, GroupedLinear) and self.at_once[micro_batch]:  # rows are of the micro-batch of a sender
-            index = self.at_once[micro_batch][inputs[-1]]
+            sender = inputs[SENDER] if len(inputs) > SENDER else 0
+            index = self.at_once[micro_batch][sender] % SEQUENCE_PART
         self.look(stage, micro_batch, layer, 0, inputs[0].detach(), index)
         self.look(stage, micro_batch, layer, 1, module.weight.detach(), index)
         self.look(stage, micro_batch, layer, 2, output.detach(), index)

@@ -40,8 +40,7 @@ class Validation:
         """Add the loss of this rank's batch number `batch_index` with the weights after `step` steps."""
         model, layout, quantization = self.parallel.model, self.parallel.layout, self.parallel.quantization
         index = batch_index * layout.degrees.dp + layout.dp_rank  # global index, independent of the number of ranks
-        at_once = [batch_index * layout.degrees.dp + rank for rank in layout.sending_dp_ranks]
-        quantization.begin_validation_batch(model, step, index, at_once)
+        quantization.begin_validation_batch(model, step, index, layout.validation_batches_at_once(batch_index))
         self._score(batch, self.sums[0])
         if quantization.changes_forward:
             with quantization.high_precision(model):

@@ -19,6 +19,10 @@ LAYOUTS = [
     ["parallel=zero3", "trainer.devices=4", "parallel.ep=2", "data.global_batch_size=16"],
     ["parallel=zero2", "trainer.devices=4", "parallel.ep=4", "parallel.activation_checkpoint=full"],
     ["parallel=ddp", "trainer.devices=4", "parallel.ep=2", "data.global_batch_size=16"],
+    ["parallel=cp", "trainer.devices=2", "model.blocks.moe.feed_forward.capacity_factor=1.5"],
+    ["parallel=fsdp_cp", "trainer.devices=4", "parallel.ep=4", "parallel.activation_checkpoint=full"],
+    ["parallel=ddp", "parallel.cp=4", "trainer.devices=8", "parallel.ep=2", "data.global_batch_size=16"],
+    ["parallel=ddp", "parallel.cp=2", "trainer.devices=8", "parallel.ep=4", "data.global_batch_size=16"],
     ["parallel=hsdp", "trainer.devices=8", "parallel.dp_shard=4", "parallel.ep=2"],
 ]
 

@@ -15,7 +15,7 @@ from lightning_llm.plan.degrees import Degrees
 from lightning_llm.train.spikes import NonFiniteError
 from tests.parallel.layout_matrix import Case
 from tests.parallel.test_experts_over_ranks import MOE
-from tests.parallel.traced_run import difference, run_with, traced_run
+from tests.parallel.traced_run import difference, run_with, traced_run, unsaved_run
 
 EQUAL = [
     (Case("ddp", 2, 4, "bf16"), 2, []),
@@ -40,6 +40,27 @@ EQUAL = [
 def test_ranks_that_divide_experts_train_to_the_bits_of_one(case, ep, more, to_the_bits):
     """Losses, routers' figures, gradients with those of the balance loss, weights, and biases of the routers."""
     to_the_bits(case, *MOE, "trainer.max_steps=2", *more, ours=[f"parallel.ep={ep}"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "world", "precision", "more"),
+    [
+        ("fsdp_cp", 4, "bf16", ["parallel.activation_checkpoint=full"]),
+        ("fsdp_cp", 4, "fp32", ["parallel.zero_stage=1", "optim=muon"]),
+        ("ddp", 4, "mxfp4_sr", ["parallel.cp=2", "data.sequence_length=128"]),
+        ("cp", 2, "fp8_delayed", []),
+        ("cp", 4, "nvfp4", ["parallel.zero_stage=2", "parallel.dp_replicate=2", "parallel.cp=2"]),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_sequences_share_experts_to_the_bits(layout, world, precision, more, ranks, matrix_run):
+    """Each rank's part of a sequence is a sender of its own, so that `ep` changes nothing."""
+    words = ["trainer.max_steps=2", "model.num_heads=2", "model.num_kv_heads=2", *MOE, *more]
+    degrees = [1, 2] if "parallel.zero_stage=2" in more or world == 2 else [1, 2, 4]
+    runs = [(layout, world, 8, precision, *words, f"parallel.ep={ep}") for ep in degrees]
+    alone, *others = [ranks(world).call(unsaved_run, matrix_run(*each)) for each in runs]
+    assert [difference(each, alone) for each in others] == [None] * len(others)
 
 
 @pytest.mark.full
@@ -131,9 +152,34 @@ def test_groups_of_experts_fold_into_the_data_parallel_ranks():
     assert Degrees(dp_replicate=4, ep=4).groups("ep") == [[0, 1, 2, 3]]
 
 
+def test_groups_of_experts_fold_into_the_ranks_of_a_sequence_first():
+    """2 data-parallel ranks of 4 that share sequences: 2 experts' ranks are within those 4, 8 are all."""
+    degrees = Degrees(dp_shard=2, cp=4, ep=2)
+    assert (degrees.edp, degrees.ecp, degrees.of_experts) == (4, 2, Degrees(dp_shard=2, cp=2))
+    assert degrees.groups("ep") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert degrees.groups("edp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert degrees.groups("ecp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    whole = Degrees(dp_replicate=2, cp=4, ep=8)
+    assert (whole.edp, whole.ecp, whole.of_experts) == (1, 1, Degrees())
+    assert whole.groups("ep") == [list(range(8))]
+
+
 REFUSED = [
     (["parallel=zero2", "trainer.devices=4", "parallel.ep=3"], ["4 = 1 x 3 + 1", "8 = 2 x 3 + 2"]),
     (["parallel=hsdp", "parallel.dp_shard=2", "trainer.devices=4", "parallel.ep=4"], ["replicas do not share experts"]),
+    (["parallel=fsdp_cp", "parallel.cp=4", "trainer.devices=8", "parallel.ep=3"], ["2 x 4 = 8 (8 = 2 x 3 + 2)"]),
+    (["parallel=fsdp_cp", "parallel.cp=4", "trainer.devices=24", "parallel.ep=6"], ["cp = 4 or be a multiple of it"]),
+    (
+        [
+            "parallel=cp",
+            "parallel.cp=2",
+            "parallel.dp_replicate=2",
+            "parallel.zero_stage=2",
+            "trainer.devices=4",
+            "parallel.ep=4",
+        ],
+        ["parallel.cp = 2 (2 = 0 x 4 + 2): replicas do not share experts"],
+    ),
     (["parallel=fsdp_tp", "trainer.devices=4", "parallel.ep=2"], ["both would divide whole experts"]),
     (["parallel=zero2", "trainer.devices=4", "parallel.ep=2", "model=llama_tiny"], ["no block of the model has"]),
     (

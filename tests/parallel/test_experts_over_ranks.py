@@ -55,17 +55,25 @@ def test_a_layout_trains_to_the_bits_of_one_rank(case, more, to_the_bits):
     to_the_bits(case, *MOE, "trainer.max_steps=3", *more)
 
 
-TENSOR_PARALLEL = [
+CLOSE = [
     ("tp", 2, ["parallel.sequence_parallel=false"]),
-    pytest.param("tp", 2, [], marks=pytest.mark.full),
-    pytest.param("pp_tp", 4, [], marks=pytest.mark.full),
-]
+    ("cp", 2, ["parallel.ep=2", f"{BLOCK}.capacity_factor=1.25"]),
+    *(
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in (
+            ("tp", 2, []), ("pp_tp", 4, []), ("fsdp_tp", 4, []), ("fsdp_cp_tp", 4, []), ("fsdp_cp", 4, []),
+            ("cp", 2, [f"{BLOCK}.capacity_factor=1", f"{BLOCK}.drop=position", "data.micro_batch_size=2"]),
+            ("ddp", 4, ["parallel.cp=2"]), ("cp", 4, ["parallel.zero_stage=2", "parallel.ep=2"]),
+        )
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "world", "more"), TENSOR_PARALLEL, ids=str)
+@pytest.mark.parametrize(("layout", "world", "more"), CLOSE, ids=str)
 def test_ranks_that_share_experts_have_the_gradients_of_one(layout, world, more, ranks, matrix_run):
     keys = [*MOE, "trainer.max_steps=2", "model.num_heads=2", "model.num_kv_heads=2"]
-    one = ranks(1).call(moe_run, matrix_run("single", 1, 4, "fp32", *keys))
+    alike = [each for each in more if not each.startswith("parallel.")]
+    one = ranks(1).call(moe_run, matrix_run("single", 1, 4, "fp32", *keys, *alike))
     found = ranks(world).call(moe_run, matrix_run(layout, world, 4, "fp32", *keys, *more))
     assert found["records"] == [pytest.approx(record, rel=1e-5) for record in one["records"]]
     assert one["records"][0]["moe/load_max"] > 1

@@ -31,7 +31,9 @@ class ParallelConfig(Group):
     tp: RankCount | None = Field(1, description="tensor-parallel ranks, which split each layer's weights")
     pp: RankCount | None = Field(1, description="pipeline ranks, which split the layers")
     ep: RankCount = Field(
-        1, description="expert-parallel ranks among dp_shard (dp_replicate if that is 1), which split a block's experts"
+        1,
+        description="expert-parallel ranks among those of dp_shard (dp_replicate if that is 1) and cp, which split a "
+        "block's experts",
     )
     sequence_parallel: bool = Field(
         True, description="with tp: norms and residuals have 1/tp of the tokens (arXiv 2205.05198)"

@@ -73,7 +73,6 @@ class MoE(FeedForward):
     module: ClassVar[str] = "lightning_llm.model.experts.moe:MixtureOfExperts"
     auxiliary_losses: ClassVar[Mapping[str, AuxiliaryReduction]] = {BALANCE: "mean", ROUTER_Z: "mean"}
 
-    context_parallel: ClassVar[bool] = False
     why_compiled_on_request: ClassVar[str | None] = "experts run outside of the graphs (parallel.compile=true tries it)"
 
     kind: Literal["moe"] = "moe"
@@ -198,6 +197,17 @@ class MoE(FeedForward):
                 linears = tuple(f"shared.{linear}" for linear in each.linears)
                 kept.append(each._replace(name=f"shared {each.name}", linears=linears))
         return kept
+
+    def counted_bytes(self, double: bool) -> tuple[int, int]:
+        """Return what ranks that share sequences send: bytes of loads for the balance loss, bytes of choices per token.
+
+        Only a capacity needs the choices of all tokens: int64, and if it drops by weight, the weights.
+        """
+        choices = 8 + (8 if double else 4) * (self.drop == "weight")
+        return (
+            8 * self.experts if self.balance_loss else 0,
+            self.per_token * choices if self.capacity_factor is not None else 0,
+        )
 
     def why_not_generated(self, model: ModelConfig) -> str | None:
         if self.capacity_factor is None:

@@ -82,6 +82,24 @@ class Experts(nn.Module):
         return total.to(x.dtype)
 
 
+class MicroBatch:
+    """The tokens that a router counts and compares: those of a micro-batch, all of which are here.
+
+    `parallel.cp` replaces it where ranks share sequences.
+    """
+
+    parts = 1
+    """Number of ranks that have some of the tokens each, equally many."""
+
+    def load(self, load: Tensor) -> Tensor:
+        """Return the choices of each expert int64 `[E]` by all tokens; `load`: those by the tokens here."""
+        return load
+
+    def kept(self, chosen: Tensor, weights: Tensor, sequences: int, kind: MoE) -> Tensor | None:
+        """Return `within_capacity` of the choices `[M, k]` of the tokens here, of so many sequences."""
+        return within_capacity(chosen, weights, kind)
+
+
 class MixtureOfExperts(nn.Module):
     """`sum_j w_j expert_j(x)` over the k chosen experts of each token, plus `shared(x)`.
 
@@ -97,6 +115,7 @@ class MixtureOfExperts(nn.Module):
         self.router: Router = (Router if kind.router.hidden_size is None else DeepRouter)(kind, model)
         self.experts = Experts(kind.experts, model.hidden_size, kind.inner(model))
         self.shared = DenseFeedForward(SwiGLU(), kind.shared(model)) if kind.shared_experts else None
+        self.micro_batch = MicroBatch()
         self._counted: tuple[Tensor, Tensor] | None = None
         self.begin_step()
 
@@ -116,7 +135,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, state: Tensor | None = None) -> Any:
         """Return `[B, T, D]` for `x` `[B, T, D]`; a router with a state takes and returns one, too, `[B, T, S]`."""
         logits, state = self._logits(x, state)
-        return self._with_shared(x, self.experts(x, self._routed(logits)), state)
+        return self._with_shared(x, self.experts(x, self._routed(logits, len(x))), state)
 
     def step(self, x: Tensor, state: Tensor | None = None) -> Any:
         """Return the same bits however tokens are split into calls, for generation."""
@@ -136,14 +155,14 @@ class MixtureOfExperts(nn.Module):
         logits, state = self.router.with_state(flat, None if before is None else before.flatten(0, -2))
         return logits, state.view(*x.shape[:-1], -1)
 
-    def _routed(self, logits: Tensor) -> Choices:
-        """Return the choices by `logits` `[M, E]`; set the losses and counts of the micro-batch."""
+    def _routed(self, logits: Tensor, sequences: int) -> Choices:
+        """Return the choices by `logits` `[M, E]` of so many sequences; set the losses and counts of the micro-batch."""
         kind = self.kind
-        choices, scores = self._choices(logits)
+        choices, scores = self._choices(logits, sequences)
         load = loads(choices.chosen, kind.experts)
         losses = {}
         if kind.balance_loss:
-            losses[BALANCE] = balance_loss(scores, load, kind)
+            losses[BALANCE] = balance_loss(scores, self.micro_batch.load(load), kind, self.micro_batch.parts)
         if kind.z_loss:
             losses[ROUTER_Z] = z_loss(logits, kind.z_loss)
         self.auxiliary_losses = losses
@@ -152,12 +171,12 @@ class MixtureOfExperts(nn.Module):
         self._counted = load, dropped
         return choices
 
-    def _choices(self, logits: Tensor) -> tuple[Choices, Tensor]:
+    def _choices(self, logits: Tensor, sequences: int = 1) -> tuple[Choices, Tensor]:
         kind = self.kind
         scores = scores_of(logits, kind.router)  # [M, E]
         chosen = choose(scores, kind.per_token, kind.router, self.router.biases)  # [M, k]
         weights = weights_of(scores, chosen, kind.router)  # [M, k]
-        kept = within_capacity(chosen, weights, kind)
+        kept = self.micro_batch.kept(chosen, weights, sequences, kind)
         if kind.router.skip:
             taken = chosen < kind.experts
             kept = taken if kept is None else kept & taken

@@ -181,13 +181,14 @@ def loads(chosen: Tensor, experts: int) -> Tensor:
     return torch.searchsorted(chosen.flatten().sort().values, ends).diff()
 
 
-def balance_loss(scores: Tensor, load: Tensor, kind: MoE) -> Tensor:
+def balance_loss(scores: Tensor, load: Tensor, kind: MoE, parts: int = 1) -> Tensor:
     """Return `alpha E sum_e f_e P_e`: f the shares of the choices, P the mean scores (arXiv 2101.03961, eq. 4 to 6).
 
     Sigmoid scores are divided by their sum over experts first, as Megatron-LM's
-    `compute_routing_scores_for_aux_loss` does.
+    `compute_routing_scores_for_aux_loss` does. `scores` `[M, E]` may be one of `parts` equal parts of the tokens that
+    `load` counts: the mean over the parts is then the loss, because f has no gradient.
     """
-    shares = load.to(scores.dtype) / (len(scores) * kind.per_token)  # [E]
+    shares = load.to(scores.dtype) / (parts * len(scores) * kind.per_token)  # [E]
     if kind.router.score == "sigmoid":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     return kind.balance_loss * kind.experts * (shares * scores.mean(0)[: kind.experts]).sum()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.model import DEFAULT_LAYERS
+from lightning_llm.model.experts.kinds import MoE
 from lightning_llm.model.spec import LinearSpec
 from lightning_llm.model.structure import feed_forward_of, for_layers, mixer_of
 from lightning_llm.optim.kinds import DTYPE_BYTES
@@ -55,8 +56,8 @@ class ContextAxis(MeshAxis):
         for index in range(len(model.layers or DEFAULT_LAYERS)):
             if not feed_forward_of(model, index).context_parallel:
                 text = (
-                    f"is {cp}, and the experts of '{model.layer_name(index)}' in model.layers balance their load over "
-                    "whole sequences. Set 1, and split weights or layers instead (parallel.dp_shard, tp, pp)."
+                    f"is {cp}, and the feed-forward network of '{model.layer_name(index)}' in model.layers needs whole "
+                    "sequences. Set 1, and split weights or layers instead (parallel.dp_shard, tp, pp)."
                 )
                 yield Problem("parallel.cp", text)
         if length % (2 * cp):
@@ -66,7 +67,8 @@ class ContextAxis(MeshAxis):
     def cut_operands(
         self, operand: str, linears: list[LinearSpec], config: Config, degrees: Degrees
     ) -> Iterator[tuple[int, ShardedAxis]]:
-        if degrees.cp > 1 and operand != "w":
+        # Rows of experts are filled up to whole blocks, however many tokens a rank has.
+        if degrees.cp > 1 and operand != "w" and any(linear.role != "expert" for linear in linears):
             length = config.data.sequence_length
             yield 0, ShardedAxis("a sequence (two per rank)", length, 2 * degrees.cp, "cp", "data.sequence_length")
 
@@ -85,6 +87,14 @@ class ContextAxis(MeshAxis):
         sent["reduce_scatter", "cp"] += step.micro_batches * sum(for_layers(model, step.layers, gathered))
         if not uses_fsdp(config.parallel, step.degrees):
             sent["all_reduce", "cp"] += 2 * step.gradient_bytes * (cp - 1) // cp
+            ecp = step.degrees.ecp
+            sent["all_reduce", "ecp"] += 2 * step.expert_gradient_bytes * (ecp - 1) // ecp
+        for kind in for_layers(model, [*step.layers, *step.recomputed], lambda index: feed_forward_of(model, index)):
+            if isinstance(kind, MoE):
+                counts, choices = kind.counted_bytes(config.precision.compute_dtype == "fp64")
+                sent["all_gather", "cp"] += step.micro_batches * choices * step.tokens * (cp - 1)
+                if counts > step.small_bytes:
+                    sent["all_reduce", "cp"] += step.micro_batches * (2 * counts * (cp - 1) // cp)
 
     def order_problem(self, degrees: Degrees) -> str | None:
         return f"cp={degrees.cp} changes the order of sums within a micro-batch"

@@ -30,7 +30,9 @@ class ReplicaAxis(MeshAxis):
             return
         summed = {self.name: step.gradient_bytes}
         if step.units.experts:
-            of_experts = "edp" if step.degrees.with_experts == self.name else self.name
+            # Ranks that share sequences share experts first.
+            folded = step.degrees.of_experts.ranks(self.name) < step.degrees.ranks(self.name)
+            of_experts = "edp" if folded else self.name
             summed[of_experts] = summed.get(of_experts, 0) + step.expert_gradient_bytes
         for axis, size in summed.items():
             replicas = step.degrees.ranks(axis)

@@ -1,4 +1,4 @@
-"""Expert parallelism: data-parallel ranks that each hold some experts of every block. Imports no torch."""
+"""Expert parallelism: ranks of dp and cp that each hold some experts of every block. Imports no torch."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class ExpertAxis(MeshAxis):
-    """Axis of neighboring data-parallel ranks that divide the experts of each block and send their tokens to them.
+    """Axis of neighboring ranks that divide the experts of each block and send their tokens to them.
 
-    It folds into dp_shard, or into dp_replicate if nothing is sharded: other parameters do not depend on it.
+    It folds into cp and dp_shard, or dp_replicate if nothing is sharded: other parameters do not depend on it.
     """
 
     name: ClassVar[str] = "ep"
@@ -30,22 +30,24 @@ class ExpertAxis(MeshAxis):
 
     def layout_problems(self, config: Config, degrees: Degrees, fits: bool) -> Iterator[Problem]:
         """Yield why the layout has no `ep` ranks to share experts, or another axis divides experts, too."""
-        ep, axis = degrees.ranks(self.name), degrees.with_experts
+        ep, axis = degrees.ranks(self.name), degrees.with_experts[0]
         if ep == 1:
             return
         if not any(expert_counts(config)):
             text = f"is {ep}, and no block of the model has experts. Set 1, or choose a model with them (moe_tiny)."
             yield Problem("parallel.ep", text)
-        ranks = degrees.ranks(axis)
-        if fits and ranks % ep:
-            several = axis == "dp_shard" and degrees.dp_replicate > 1
-            why = "replicas do not share experts" if several else "these ranks share them in groups of equal size"
-            text = f"must divide parallel.{axis} = {ranks} ({ranks} = {ranks // ep} x {ep} + {ranks % ep}): {why}. "
-            yield Problem("parallel.ep", f"{text}Use a divisor of {ranks}, or change {axis} or the ranks.", ep)
+        managed = fits and uses_fsdp(with_reduction(config, degrees).parallel, degrees)
+        names = list(AXES)
+        for other in names[names.index("dp_replicate") + 1 : names.index("cp")]:
+            if other != "dp_shard" and degrees.ranks(other) > 1:
+                yield Problem(
+                    "parallel.ep", f"is {ep}, and {other}={degrees.ranks(other)} lies between dp and cp. Set 1."
+                )
+        if fits and (problem := folding_problem(degrees, sharded=managed)):
+            yield Problem("parallel.ep", problem, ep)
         if degrees.tp > 1:
             text = f"is {ep} with tp={degrees.tp}; both would divide whole experts. Set one of them to 1."
             yield Problem("parallel.ep", text)
-        managed = fits and uses_fsdp(with_reduction(config, degrees).parallel, degrees)
         if managed and "selective" in checkpointing_modes(config):
             text = f"is selective for blocks with experts and ep={ep}, and torch cannot gather weights of experts by "
             text += "FSDP2 (ZeRO, or reduction=native) while it recomputes parts of a block. Set full or none, or ddp "
@@ -86,6 +88,27 @@ class ExpertAxis(MeshAxis):
             counts = [8 * each for each in expert_counts(step.config, forward)]
             large = [size * (ep - 1) // ep for size in counts if size > step.small_bytes]
             sent["all_to_all", self.name] += step.micro_batches * (sum(passes) + sum(large))
+
+
+def folding_problem(degrees: Degrees, *, sharded: bool) -> str | None:
+    """Return why `ep` ranks do not fold into those that may share experts; None if they do.
+
+    `sharded`: FSDP2 shards parameters, or sums their gradients.
+    """
+    ep, cp, (axis, _) = degrees.ranks("ep"), degrees.cp, degrees.with_experts
+    replicas = degrees.dp_replicate > 1 and (axis == "dp_shard" or (sharded and cp > 1))
+    ranks = cp if replicas and axis == "dp_replicate" else degrees.ranks(*degrees.with_experts)
+    name = "cp" if ranks == cp > 1 else axis if cp == 1 else f"{axis} x cp"
+    if ranks % ep:
+        why = "replicas do not share experts" if replicas else "these ranks share them in groups of equal size"
+        whole = f"{degrees.ranks(axis)} x {cp} = {ranks}" if "x" in name else f"{ranks}"
+        text = f"must divide parallel.{name} = {whole} ({ranks} = {ranks // ep} x {ep} + {ranks % ep}): {why}. "
+        return f"{text}Use a divisor of {ranks}, or change {name.replace(' x ', ', ')} or the ranks."
+    if ep % cp and cp % ep:
+        allowed = ", ".join(str(each) for each in divisors(ranks) if each % cp == 0 or cp % each == 0)
+        text = f"must divide parallel.cp = {cp} or be a multiple of it: ranks of one sequence share experts first."
+        return f"{text} Use {allowed}."
+    return None
 
 
 def checkpointing_modes(config: Config) -> set[str]:

@@ -27,7 +27,15 @@ from lightning_llm.plan.memory.buffers import (
     gathered_units,
     kept_cast_bytes,
 )
-from lightning_llm.plan.memory.units import Units, reduces_once, shard_ranks, sums_in_tree, tree_buffers, uses_fsdp
+from lightning_llm.plan.memory.units import (
+    Units,
+    reduces_once,
+    shard_ranks,
+    sums_in_tree,
+    sums_senders_apart,
+    tree_buffers,
+    uses_fsdp,
+)
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import (
     Pass,
@@ -356,8 +364,7 @@ def _waiting_elements(plan: Plan, units: Units, ranks: int, buffers: int, once: 
     elements = buffers * sum(unit.shard(ranks) for unit in units.dense()) * (ranks if once else 1)
     if not units.experts:
         return elements
-    apart = sums_in_tree(plan.config.parallel) and (plan.config.parallel.zero_stage < 2 or plan.degrees.dp_shard == 1)
-    if not apart:
+    if not sums_senders_apart(plan.config.parallel, plan.degrees):
         return elements + buffers * sum(unit.shard(ranks) for unit in units.experts)
     waiting = plan.micro_batches.bit_length() - 1
     return elements + waiting * sum(unit.ep * unit.shard(1) for unit in units.experts)

@@ -175,6 +175,15 @@ def reduces_once(parallel: ParallelConfig, degrees: Degrees) -> bool:
     return parallel.zero_stage == 1 and degrees.fsdp > 1
 
 
+def sums_senders_apart(parallel: ParallelConfig, degrees: Degrees) -> bool:
+    """Return whether gradients of divided experts are summed over a step's micro-batches before ranks (`parallel.ep`).
+
+    So they are where gradients are reduced over all ranks once per step: the tree then has each rank's micro-batches
+    one after another.
+    """
+    return sums_in_tree(parallel) and (parallel.zero_stage < 2 or degrees.fsdp == 1)
+
+
 def micro_batches_per_rank(config: Config, degrees: Degrees) -> int:
     """Return the micro-batches per rank and optimizer step. `data.check` rejects uneven splits."""
     return config.data.global_batch_size // (config.data.micro_batch_size * degrees.dp)

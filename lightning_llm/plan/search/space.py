@@ -10,6 +10,7 @@ from lightning_llm.base.errors import Problem
 from lightning_llm.config.overrides import parse_overrides
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.axes.axis import AXES, BUILT_IN, FOLDED, divisors
+from lightning_llm.plan.axes.ep import folding_problem
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.nodes import ranks_per_node
@@ -138,10 +139,14 @@ class Space:
             chosen = {"dp_shard", "dp_replicate"} & self.typed.keys()
             if zero_stage and not chosen and shard not in (dp, self._within_machine(dp, tp * cp)):
                 continue
-            folded = Degrees(dp_replicate=replicate, dp_shard=shard)
-            shares = folded.ranks(folded.with_experts) if tp == 1 and cp == 1 else 1
+            folded = Degrees(dp_replicate=replicate, dp_shard=shard, cp=cp)
+            shares = folded.ranks(*folded.with_experts) if tp == 1 else 1
             possible = AXES.folded["ep"].search_degrees(self._whole, shares)
             experts = [each for each in self._degrees("ep", shares) if each in possible]
+            if cp > 1:
+                layouts = ((each, Degrees(**folded.by_axis, ep=each)) for each in experts)
+                sharded = zero_stage > 0 or self.config.parallel.reduction != "tree"
+                experts = [each for each, fold in layouts if folding_problem(fold, sharded=sharded) is None]
             for size in self._values("micro_batch_size", lambda: _powers_of_two(LARGEST_MICRO_BATCH)):
                 batch = self.config.data.global_batch_size
                 if batch % (ranks * size):

@@ -242,9 +242,9 @@ class StepTimer:
 
 def once_beside(degrees: Degrees) -> list[tuple[str, str]]:
     """Return the (kind, axis) of collectives that run once per step, during its last backward pass."""
-    of_experts = ("edp",) if degrees.with_experts in replica_axes() else ()
+    of_experts = ("edp",) if degrees.with_experts[0] in replica_axes() else ()
     over_replicas = product((TREE_SCATTER, "all_to_all", "all_gather", "all_reduce"), (*replica_axes(), *of_experts))
-    return [*over_replicas, *product(("all_reduce",), AXES.cutting("sequence"))]
+    return [*over_replicas, *product(("all_reduce",), (*AXES.cutting("sequence"), "ecp"))]
 
 
 def _cost(times: StageTimes, each: Pass, micro_batches: int) -> Cost:
