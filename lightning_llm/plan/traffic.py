@@ -157,8 +157,8 @@ def sent_at(config: Config, degrees: Degrees, pp_rank: int) -> Sent:
         of_experts = (shard for unit in step.units.experts for shard in unit.shards(ranks))
         exchanged = sum(map(config.optim.exchanged_bytes, of_experts))
         sent["all_to_all", "edp"] += 2 * exchanged * (sharing - 1) // sharing
-    for axes in (step.summed_axes, AXES.cutting("sequence")):
-        several = [axis for axis in axes if degrees.ranks(axis) > 1]
+    for summed in (step.summed_axes, AXES.cutting("sequence")):
+        several = [axis for axis in summed if degrees.ranks(axis) > 1]
         if (counts := _counted_bytes(step)) > step.small_bytes and several:
             ranks = degrees.ranks(*several)
             sent["all_reduce", " ".join(several)] += 2 * counts * (ranks - 1) // ranks
