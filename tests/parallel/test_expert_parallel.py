@@ -48,9 +48,9 @@ def test_ranks_that_divide_experts_train_to_the_bits_of_one(case, ep, more, to_t
     [
         ("fsdp_cp", 4, "bf16", ["parallel.activation_checkpoint=full"]),
         ("fsdp_cp", 4, "fp32", ["parallel.zero_stage=1", "optim=muon"]),
-        ("ddp", 4, "mxfp4_sr", ["parallel.cp=2", "data.sequence_length=128"]),
+        ("ddp", 4, "nvfp4", ["parallel.cp=2"]),
         ("cp", 2, "fp8_delayed", []),
-        ("cp", 4, "nvfp4", ["parallel.zero_stage=2", "parallel.dp_replicate=2", "parallel.cp=2"]),
+        ("cp", 4, "bf16", ["parallel.zero_stage=2", "parallel.dp_replicate=2", "parallel.cp=2"]),
     ],
     ids=str,
 )
