@@ -21,7 +21,7 @@ from lightning_llm.model.experts.kinds import MoE
 from lightning_llm.model.experts.moe import MicroBatch, MixtureOfExperts
 from lightning_llm.model.experts.router import within_capacity
 from lightning_llm.parallel.axis import AxisOnRanks, Reduction, all_reduce
-from lightning_llm.parallel.collectives import GroupRef, gather_tokens, gathered
+from lightning_llm.parallel.collectives import GroupRef, all_reduced, gather_tokens, gathered
 from lightning_llm.parallel.ep import is_ep_shard
 from lightning_llm.parallel.layout import Layout
 
@@ -91,28 +91,27 @@ class SharedMicroBatch(MicroBatch):
     """The tokens of a micro-batch that the ranks of `group` share."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.parts = group, group.size()
+        self.group, self.parts = GroupRef.from_group(group), group.size()
 
+    @torch.no_grad()
     def load(self, load: Tensor) -> Tensor:
-        total = load.clone()
-        dist.all_reduce(total, group=self.group)
-        return total
+        return all_reduced(load, self.group)
 
     @torch.no_grad()
     def kept(self, chosen: Tensor, weights: Tensor, sequences: int, kind: MoE) -> Tensor | None:
         if kind.capacity_factor is None:
             return None
-        length, group = self.parts * len(chosen) // sequences, GroupRef.from_group(self.group)
+        length = self.parts * len(chosen) // sequences
         every = torch.cat([positions_of(rank, self.parts, length, chosen.device) for rank in range(self.parts)])
         order = every.argsort()
 
         def whole(part: Tensor) -> Tensor:  # [B T, k], in the order of one rank
-            return gathered(part.unflatten(0, (sequences, -1)), group)[:, order].flatten(0, 1)
+            return gathered(part.unflatten(0, (sequences, -1)), self.group)[:, order].flatten(0, 1)
 
         kept = within_capacity(whole(chosen), whole(weights) if kind.drop == "weight" else weights, kind)
         if kept is None:
             raise ValueError("the kind has a capacity")
-        own = positions_of(self.group.rank(), self.parts, length, chosen.device)
+        own = positions_of(self.group.rank, self.parts, length, chosen.device)
         return kept.unflatten(0, (sequences, -1))[:, own].flatten(0, 1)
 
 
