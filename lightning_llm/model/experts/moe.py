@@ -156,7 +156,7 @@ class MixtureOfExperts(nn.Module):
         return logits, state.view(*x.shape[:-1], -1)
 
     def _routed(self, logits: Tensor, sequences: int) -> Choices:
-        """Return the choices by `logits` `[M, E]` of so many sequences; set the losses and counts of the micro-batch."""
+        """Return the choices by `logits` `[M, E]` of so many sequences; set losses and counts of the micro-batch."""
         kind = self.kind
         choices, scores = self._choices(logits, sequences)
         load = loads(choices.chosen, kind.experts)
