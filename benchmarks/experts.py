@@ -16,10 +16,9 @@ from benchmarks.precision import TINY, training_step
 from benchmarks.roofline import PARTS
 from benchmarks.rotation import Row, interleaved_minima, stepping
 from benchmarks.shape import Shape, config, random_batch
-from lightning_llm.model.auxiliary import Counts
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
-from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.model.loss import Counts, next_token_loss_sum
 from lightning_llm.parallel.apply import compile_blocks
 
 EXPERTS, PER_TOKEN, INNER = 8, 2, 256

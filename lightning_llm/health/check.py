@@ -23,16 +23,17 @@ from lightning_llm.health.communication import (
 )
 from lightning_llm.health.devices import (
     COPY,
+    DiskReport,
     Extent,
     device_seconds,
     formats_of,
     gemm,
+    measure_disk,
     memory_bytes,
     peak_tflops,
     shares_cores,
     wrong_words,
 )
-from lightning_llm.health.disk import DiskReport, measure_disk
 from lightning_llm.health.outliers import LEAST_SLOWDOWN, SlowRank, rounds_for, slow_ranks
 from lightning_llm.health.ranks import Ranks, Timer
 from lightning_llm.health.report import HealthReport, RankFigures

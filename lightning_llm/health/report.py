@@ -17,7 +17,7 @@ from lightning_llm.base.terminal import new_console
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.config.workspace import command
 from lightning_llm.health.communication import BUS_FACTORS, CollectiveTime, LinkReport
-from lightning_llm.health.disk import DiskReport
+from lightning_llm.health.devices import DiskReport
 from lightning_llm.health.outliers import ALPHA, SlowRank
 from lightning_llm.plan.cluster import write_cluster
 

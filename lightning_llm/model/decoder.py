@@ -15,9 +15,8 @@ from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.linalg.gemm import CastOnUse, Reduce
 from lightning_llm.model.attention.kernel_choice import SeenKeys, mask_of
 from lightning_llm.model.attention.kinds import AttentionSpec
-from lightning_llm.model.auxiliary import AuxiliaryLosses, check_declared
 from lightning_llm.model.linear import Linear
-from lightning_llm.model.loss import LossReduction
+from lightning_llm.model.loss import AuxiliaryLosses, LossReduction, check_declared
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.model.stepping import (
     STEP_ROWS,

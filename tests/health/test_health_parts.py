@@ -10,7 +10,8 @@ import torch
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.cli.health import NAMES, Threshold, config_problems, device_problems, read_thresholds
-from lightning_llm.health import devices, disk
+from lightning_llm.health import devices
+from lightning_llm.health import devices as disk
 from lightning_llm.health.check import blamed_pairs, blamed_ranks, check_health
 from lightning_llm.health.communication import BUS_FACTORS, CollectiveTime, WrongValues, pairings
 from lightning_llm.health.devices import FORMATS, Extent, SquareProduct

@@ -17,9 +17,9 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.attention.attention import Attention
-from lightning_llm.model.auxiliary import undeclared
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.feed_forward import DenseFeedForward
+from lightning_llm.model.loss import undeclared
 from lightning_llm.model.spec import Norm, Part
 from lightning_llm.model.structure import norm_of
 from lightning_llm.parallel.pp import Pipeline, check_auxiliary_losses

@@ -16,10 +16,9 @@ from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES
 from lightning_llm.config.schema.precision import LossScalingConfig
 from lightning_llm.data.corpus import Batch
-from lightning_llm.model.auxiliary import AuxiliaryLosses
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
-from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.model.loss import AuxiliaryLosses, next_token_loss_sum
 from lightning_llm.optim.kinds import learning_rate_factor
 from lightning_llm.optim.optimizer import LearningRate
 from lightning_llm.parallel.apply import checkpoint_blocks
