@@ -242,7 +242,9 @@ def _not_unit_scaled(model: ModelConfig) -> list[str]:
 def _state_problems(model: ModelConfig) -> Iterable[Problem]:
     """Return a problem for each kind of block that takes a state which the block before does not give."""
     found: dict[Problem, None] = {}
-    for index in range(model.num_layers):
+    pattern = range(len(model.layers or DEFAULT_LAYERS))
+    takes_any = any(feed_forward_of(model, index).state_taken(model) for index in pattern)
+    for index in range(model.num_layers if takes_any else 0):
         taken = feed_forward_of(model, index).state_taken(model)
         given = feed_forward_of(model, index - 1).state_given(model) if index else 0
         if taken and taken != given:

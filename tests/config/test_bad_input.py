@@ -91,7 +91,7 @@ def test_every_invalid_override_has_a_line(said, capsys, tmp_path):
         (["precision.modules.exclude=head"], "must be a list: precision.modules.exclude=[head]."),
         (
             ["model.blocks={attention:5}"],
-            "attention=5: must be a mapping with keys of these: mixer, feed_forward, post_norms.",
+            "attention=5: must be a mapping with keys of these: mixer, feed_forward, post_norms,",
         ),
         (["precision.fprop.x=null"], "precision.fprop.x=null: must be a mapping with keys of these: format,"),
         (["precision.phases=[5]"], "phases.0=5: must be a mapping with keys of these: start, end, inherit, fprop,"),

@@ -109,7 +109,7 @@ def test_a_phase_ends_before_the_step_at_its_end_and_the_next_may_begin_there():
     ("phases: [{start: 0.5, end: 0.5}]", "must be below end=0.5"),
     ("fprop: {x: {format: e9m9}}", "'e4m3', 'e5m2', 'e2m1'"),
     ("fprop: {x: {format: e4m3, block: 48}}", "'row'.*'1x32', '128x128'"),
-    ("fprop: {x: {block: 1x32}}", "Set a format, or omit them"),
+    ("fprop: {x: {block: 1x32}}", "Set a format, or omit"),
     ("dgrad: {dy: {format: e2m1, block: 1x32, scale: e8m0_floor, hadamard: {size: 48}}}", "size=48: must be a power"),
     ("dgrad: {dy: {format: e2m1, hadamard: {size: 4, signs: fixed}}}", "must be set with signs: fixed"),
     ("dgrad: {dy: {format: e2m1, hadamard: {size: 4, signs: fixed, vector: [1, 1]}}}", "must have 4, each 1 or -1"),

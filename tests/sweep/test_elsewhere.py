@@ -63,7 +63,7 @@ def orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., typ
             kind.started.pop()
             lock.release()
 
-        monkeypatch.setattr(elsewhere, "time", SimpleNamespace(sleep=sleep))
+        monkeypatch.setattr(elsewhere, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
         return kind
 
     return left_behind
@@ -154,7 +154,7 @@ def test_a_process_left_by_a_killed_start_is_awaited(more, tmp_path, monkeypatch
         (folder / "awaited").touch()
         time.sleep(seconds)
 
-    monkeypatch.setattr(elsewhere, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(elsewhere, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     ends = "until [ -e awaited ]; do sleep 0.02; done; cp whole metrics.jsonl; cp own.json summary.json"
     process = left_behind(folder, BEGINS + ends)
     assert main(["train", *words(tmp_path, *more)]) == 0
@@ -215,7 +215,9 @@ def test_a_search_waits_for_jobs_it_needs(more, tmp_path, orphan, capsys):
 def test_a_wait_names_a_job_of_two_trials_once(tmp_path, monkeypatch, capsys):
     job = first_job(tmp_path)
     lock = lock_run(job.folder)
-    monkeypatch.setattr(elsewhere, "time", SimpleNamespace(sleep=lambda seconds: lock.release()))
+    monkeypatch.setattr(
+        elsewhere, "time", SimpleNamespace(sleep=lambda seconds: lock.release(), monotonic=time.monotonic)
+    )
     assert elsewhere.await_elsewhere([job, job], elsewhere.Relay(), "for a test")
     assert "waits for job 0, which" in capsys.readouterr().out
 
@@ -243,7 +245,7 @@ def test_a_wait_says_after_a_while_which_process_to_end(tmp_path, monkeypatch, c
             subprocess.run(shlex.split("".join(told).partition("end it: ")[2]), check=True)
             process.wait()
 
-    monkeypatch.setattr(elsewhere, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(elsewhere, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     monkeypatch.setattr(elsewhere, "NAMED_AFTER_SECONDS", 2.5 * elsewhere.AWAITED_EVERY_SECONDS)
     assert elsewhere.await_elsewhere([job, job], elsewhere.Relay(), "for a test")
     assert process.returncode == -signal.SIGKILL
