@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -25,7 +26,6 @@ from lightning_llm.dry_run.rank import CPU, count_step
 from lightning_llm.dry_run.ranks import dry_run
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.resolve import plan_of
-from tests.forked_main import ForkedMain
 
 FULL = pytest.mark.full
 UNVOTED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
@@ -130,8 +130,9 @@ def test_the_first_signal_ends_a_dry_run_and_its_processes(number, monkeypatch):
 
 @pytest.mark.full
 def test_a_dry_run_that_is_killed_leaves_no_process():
-    with ForkedMain(["plan", "recipe=frontier_22b", "--dry-run"]) as command:
-        parent = psutil.Process(command._job.process.pid)
+    words = [sys.executable, "-m", "lightning_llm", "plan", "recipe=frontier_22b", "--dry-run"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as command:
+        parent = psutil.Process(command.pid)
         while len(found := parent.children(recursive=True)) < 3:  # the forkserver, and two ranks
             time.sleep(0.2)
         command.send_signal(signal.SIGKILL)

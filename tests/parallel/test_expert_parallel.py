@@ -64,16 +64,27 @@ def test_ranks_that_share_sequences_share_experts_to_the_bits(layout, world, pre
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", ["bf16", "fp8_delayed"])
-@pytest.mark.parametrize("eps", [(2, 1, 4), (1, 1, 1)])
-def test_checkpoints_move_between_degrees(precision, eps, ranks, small_run, tmp_path):
-    """A run with ep 2, continued with ep 1, then under DDP with ep 4: the bits of one rank."""
+@pytest.mark.parametrize(
+    ("precision", "eps", "optim"),
+    [
+        ("bf16", (2, 1, 4), "adamw"),
+        ("bf16", (1, 1, 1), "adamw"),
+        ("bf16", (2, 2, 4), "muon"),
+        ("nvfp4", (1, 2, 2), "adamw"),
+        ("fp8_delayed", (2, 1, 4), "adamw"),
+        ("fp8_delayed", (1, 1, 1), "adamw"),
+        ("fp8_delayed", (2, 2, 4), "adamw8bit"),
+    ],
+)
+def test_checkpoints_move_between_degrees(precision, eps, optim, ranks, small_run, tmp_path):
+    """A run under ZeRO-2, continued under ZeRO-3, then under DDP, each with another ep: the bits of one rank."""
 
     def words(folder, layout, world, *more):
         return compose_config(
             small_run(
                 folder, f"parallel={layout}", f"trainer.devices={world}", f"precision={precision}",
-                "precision.casts=eager", "data.micro_batch_size=1", "data.global_batch_size=4", *MOE, *more,
+                f"optim={optim}", "precision.casts=eager", "data.micro_batch_size=1", "data.global_batch_size=4",
+                *MOE, *more,
                 "data.sequence_length=64", "schedule.total_steps=6", "trainer.validate_every_steps=2",
             )
         )  # fmt: skip

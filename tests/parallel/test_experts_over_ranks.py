@@ -36,17 +36,17 @@ EQUAL = [
 
 ZAYA = ["model=zaya_tiny", "model.num_layers=2", "model.layers=[first, moe]"]
 WITH_STATES = [
-    pytest.param(Case("zero3", 2, 4, "bf16", "full"), []),
-    pytest.param(Case("zero3", 2, 4, "mxfp8"), ["data.document_mask=true"], marks=pytest.mark.full),
-    *(pytest.param(Case("ddp", 2, 4, each), [], marks=pytest.mark.full) for each in ("fp32", "nvfp4", "bf16")),
-    pytest.param(Case("zero2", 4, 4, "bf16"), ["parallel.ep=2"], marks=pytest.mark.full),
+    pytest.param(Case("zero3", 2, 4, "bf16", "full"), [], []),
+    pytest.param(Case("zero3", 2, 4, "mxfp8"), ["data.document_mask=true"], [], marks=pytest.mark.full),
+    *(pytest.param(Case("ddp", 2, 4, each), [], [], marks=pytest.mark.full) for each in ("fp32", "nvfp4", "bf16")),
+    pytest.param(Case("zero2", 4, 4, "bf16"), [], ["parallel.ep=2"], marks=pytest.mark.full),
 ]
 """Of routers that pass a state between blocks, and convolved attention."""
 
 
-@pytest.mark.parametrize(("case", "more"), WITH_STATES, ids=str)
-def test_states_between_blocks_have_the_bits_of_one_rank(case, more, to_the_bits):
-    to_the_bits(case, *ZAYA, "trainer.max_steps=3", *more)
+@pytest.mark.parametrize(("case", "more", "ours"), WITH_STATES, ids=str)
+def test_states_between_blocks_have_the_bits_of_one_rank(case, more, ours, to_the_bits):
+    to_the_bits(case, *ZAYA, "trainer.max_steps=3", *more, ours=ours)
 
 
 @pytest.mark.parametrize(("case", "more"), EQUAL, ids=str)
