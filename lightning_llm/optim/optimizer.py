@@ -4,12 +4,16 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lightning_llm.config.schema import ScheduleConfig
 from lightning_llm.config.schema.optim import OptimConfig, Role, role_in_block
 from lightning_llm.linalg import local
 from lightning_llm.optim.kinds import AdamWFields, learning_rate_factor
+
+REGISTER_ELEMENTS = 32
+"""Multiple of the elements of a CPU's vector register: AVX-512 has 16 in fp32, 32 in bf16."""
 
 
 class WeightRounding(Protocol):
@@ -37,19 +41,42 @@ class AdamW(torch.optim.AdamW):
     """torch's AdamW on this rank's shards, which is valid because updates are elementwise.
 
     DTensor would derive the placements of the fused kernel's results again for each list of parameters and in each
-    process: half of a rank's first step. Results are bitwise those of torch's AdamW.
+    process: half of a rank's first step. Results are bitwise those of torch's AdamW, except that the CPU kernel never
+    sees a part of a vector register: it rounds the elements of such a rest otherwise, and which elements those are
+    depends on the number of shards.
     """
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.register_step_post_hook(_write_filled)
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         """Fill `lists`, of parameters, gradients, moments and step counts, as torch does; then take their shards."""
         has_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = [local(each) for each in tensors]
+            tensors[:] = [self._whole_registers(local(each)) for each in tensors]
         return has_complex
+
+    def _whole_registers(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor`, or on a CPU a copy filled up with zeros to whole registers, written back after the step."""
+        rest = -tensor.numel() % REGISTER_ELEMENTS
+        if tensor.device.type != "cpu" or not tensor.ndim or not rest:  # step counts have no dimensions
+            return tensor
+        filled = F.pad(tensor.detach().flatten(), (0, rest))
+        self._filled.append((tensor.detach(), filled))
+        return filled
 
     def with_rounding(self, rounding: WeightRounding) -> "RoundedAdamW":
         """Return AdamW over the same parameters and options that writes weights by `rounding`."""
         return RoundedAdamW([{**group, "fused": False} for group in self.param_groups], rounding)
+
+
+def _write_filled(optimizer: Any, args: Any, options: Any) -> None:
+    """Write the results of a step of `AdamW` from filled up copies to its tensors."""
+    for tensor, filled in optimizer._filled:
+        tensor.copy_(filled[: tensor.numel()].view_as(tensor))
+    optimizer._filled.clear()
 
 
 class RoundedAdamW(torch.optim.AdamW):

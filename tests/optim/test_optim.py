@@ -19,7 +19,7 @@ from lightning_llm.optim.adamw8bit import dequantized, dynamic_map, quantized
 from lightning_llm.optim.kinds import learning_rate_factor
 from lightning_llm.optim.matrices import on_one_rank
 from lightning_llm.optim.muon import orthogonalised
-from lightning_llm.optim.optimizer import LearningRate, groups_of, initialise_state, role_of
+from lightning_llm.optim.optimizer import AdamW, LearningRate, groups_of, initialise_state, role_of
 from lightning_llm.parallel.grad_norm import clip_gradients, gradient_norm
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.check import check_config
@@ -74,6 +74,24 @@ def test_the_update_is_adamw_in_float64():
         expected = expected * (1 - 0.1 * 0.3)
         expected -= 0.1 * (first / (1 - 0.8**t)) / ((second / (1 - 0.9**t)).sqrt() + 1e-6)
     torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("elements", "shard"), [(144, 36), (144, 18), (128, 4), (72, 18), (70, 5)])
+def test_a_shard_of_any_size_gets_the_bits_of_the_whole(elements, shard):
+    """Torch's fused CPU kernel alone rounds the elements behind the last whole vector register otherwise."""
+    random = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(elements, generator=random) for _ in range(6)]
+
+    def updated(part: slice) -> torch.Tensor:
+        parameter = nn.Parameter(torch.zeros(elements)[part].clone())
+        optimizer = AdamW([parameter], lr=1e-3, fused=True)
+        for gradient in gradients:
+            parameter.grad = gradient[part].clone()
+            optimizer.step()
+        return parameter.data
+
+    parts = [updated(slice(start, start + shard)) for start in range(0, elements, shard)]
+    assert torch.equal(torch.cat(parts), updated(slice(None)))
 
 
 def test_schedules_at_their_landmarks():
