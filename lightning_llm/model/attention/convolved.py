@@ -151,6 +151,8 @@ class ConvolvedCache(KeyValueCache):
 class ConvolvedAttention(SoftmaxAttention):
     """`o_proj` of attention over convolved queries and keys; see the module."""
 
+    breaks_graph = True  # compiled blocks run this module as it is: its own backward pass is checked eagerly only
+
     def __init__(self, spec: convolved_kind.ConvolvedAttention, config: ModelConfig):
         super().__init__(spec.window)
         self.spec, self.head_dim = spec, config.attention_head_dim

@@ -38,7 +38,7 @@ class ConvolvedAttention(AttentionSpec):
     module: ClassVar[str] = "lightning_llm.model.attention.convolved:ConvolvedAttention"
     context_parallel: ClassVar[bool] = False
     takes_documents: ClassVar[bool] = True
-    why_not_compiled: ClassVar[str | None] = "convolutions of cca have a backward pass that was not tried compiled"
+    why_compiled_on_request: ClassVar[str | None] = "cca runs outside of the graphs (parallel.compile=true tries it)"
 
     kind: Literal["cca"] = "cca"
     depthwise_tokens: PositiveInt = Field(2, description="tokens of the convolution of each channel by itself")
